@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import fastattn
-from fastattn.distributed import ring_attention, shard_sequence, unshard_sequence
+from fastattn.distributed import context_parallel_attention, shard_sequence, unshard_sequence
 
 HEADS, HEAD_DIM, LENGTH = 4, 32, 4096
 
@@ -28,12 +28,12 @@ def main() -> float:
     x = heights[:, None] * torch.randn(1, 3 * HEADS * HEAD_DIM)  # every process draws the same
     q, k, v = x.view(1, LENGTH, 3, HEADS, HEAD_DIM).permute(2, 0, 3, 1, 4)
 
-    shards = [shard_sequence(t, 2, causal=True).requires_grad_() for t in (q, k, v)]
+    shards = [shard_sequence(t, 2, balanced=True).requires_grad_() for t in (q, k, v)]
     begin = time.perf_counter()
-    out = ring_attention(*shards, causal=True)
+    out = context_parallel_attention(*shards, balanced=True, causal=True)
     gradients = torch.autograd.grad(out.square().sum(), shards)  # type: ignore[union-attr]
     seconds = time.perf_counter() - begin
-    actual = [unshard_sequence(t, 2, causal=True) for t in (out, *gradients)]  # type: ignore[arg-type]
+    actual = [unshard_sequence(t, 2, balanced=True) for t in (out, *gradients)]  # type: ignore[arg-type]
 
     whole = [t.detach().clone().requires_grad_() for t in (q, k, v)]
     whole_out = fastattn.attention(*whole, causal=True)

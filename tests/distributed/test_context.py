@@ -1,120 +1,222 @@
 """Attention over sequences sharded across processes: results equal those of one process."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
+from sharded_attention import check, random_sample, sample
 from support import gradients, in_processes, needs_distributed
 
 import fastattn
+from fastattn.distributed import context_parallel_attention, shard_sequence, unshard_sequence
+from fastattn.distributed.blocks import rectangles
+from fastattn.distributed.ring import Route, routes
 
 pytestmark = needs_distributed
+attend: Any = context_parallel_attention
+
+
+# -- without processes ----------------------------------------------------------------------------
+@pytest.mark.parametrize("unit", [1, 4])
+def test_rectangles_have_each_allowed_pair_once(unit: int) -> None:
+    for m, n, low, high in [
+        (m, n, low, low + width)
+        for m in (1, 5, 8, 11)
+        for n in (1, 6, 8, 13)
+        for low in range(-14, 15)
+        for width in (0, 1, 3, 4, 9, 30)
+        if any(d % unit == 0 for d in range(low, low + width + 1))
+    ]:
+        pairs = []
+        for i, r in enumerate(rectangles(m, n, low, high, unit)):
+            assert r.first_row % unit == r.first_key % unit == 0
+            if not r.low <= 0 <= r.high:
+                assert i == 0 and max(r.rows, r.keys) <= unit
+            pairs += [
+                (r.first_row + i, r.first_key + j)
+                for i in range(r.rows)
+                for j in range(r.keys)
+                if r.low <= j - i <= r.high
+            ]
+        expected = [(i, j) for i in range(m) for j in range(n) if low <= j - i <= high]
+        assert sorted(pairs) == expected
+
+
+def test_chunks_are_passed_as_far_as_they_are_needed() -> None:
+    everything = (-99, 99)
+    assert routes(4, 8, 8, everything, False, False) == 4 * (Route(1, 3),)
+    causal = (-99, 0)
+    own = Route(0, 0)
+    assert routes(4, 8, 8, causal, False, False) == (Route(1, 3), Route(1, 2), Route(1, 1), own)
+    # Balanced, process r has chunks r and 7 - r: the last of 8 chunks belongs to process 0.
+    assert routes(4, 8, 8, causal, True, True)[:4] == 4 * (Route(1, 3),)
+    assert routes(4, 8, 8, causal, True, True)[4:] == (Route(1, 3), Route(2, 3), Route(3, 3), own)
+    window = (-2, 0)  # of two positions, the size of a chunk
+    assert routes(4, 8, 8, window, False, False) == (*3 * (Route(1, 1),), own)
+    assert routes(1, 8, 8, everything, True, True) == 2 * (own,)
+
+
+# -- in each process ------------------------------------------------------------------------------
+RING = {
+    "plain": {"M": 24},
+    "causal": {"M": 24, "K": 2, "causal": "top_left", "layout": "bshd"},
+    "cross": {"M": 16, "N": 40, "E": 24, "causal": "bottom_right", "window": (9, -1),
+              "mask": "float BHMN", "key_lengths": [40, 23], "query_lengths": [7, 16]},
+    "own lengths": {"M": 16, "N": 32, "causal": "bottom_right_lengths", "window": (5, -1),
+                    "key_lengths": [29, 12], "query_lengths": [15, 9], "alibi": "BH", "sinks": 0.0,
+                    "relative": ("t5", 8, 16), "mask": "bool MN"},
+    "mask": {"M": 24, "N": 16, "mask": "bool BMN", "key_lengths": "per query", "softcap": 2.0,
+             "sinks": 1.0, "query_lengths": [24, 11]},
+    "window": {"M": 40, "mask": "min_rows HMN", "causal": "top_left", "window": (3, 3),
+               "relative": ("clipped", 9, 128), "sinks": 0.0},
+    "row for all": {"M": 16, "mask": "float H", "window": (2, 5), "alibi": "H", "softcap": 2.0},
+}  # fmt: skip
+HEADS = {
+    "causal": {"M": 24, "K": 4, "causal": "top_left", "layout": "bshd"},
+    "everything": {"M": 16, "N": 40, "mask": "float HMN", "key_lengths": "per query",
+                   "causal": "bottom_right", "alibi": "BH", "sinks": 0.0},
+    "mask of rows": {"M": 24, "N": 16, "mask": "float BM", "window": (9, 4), "softcap": 2.0,
+                     "relative": ("t5", 8, 16), "query_lengths": [24, 11]},
+    "mask of keys": {"M": 8, "mask": "bool HN", "E": 24},
+}  # fmt: skip
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+LAYOUTS = ((True, None), (False, None), (True, False), (False, True))
+
+
+def _check_samples(method: str, cases: dict[str, dict[str, Any]]) -> None:
+    for i, (name, options) in enumerate(cases.items()):
+        heads = {"B": 2, "H": 8 if method == "all_to_all" else 4, "D": 8} | options
+        balanced, key_balanced = LAYOUTS[i % len(LAYOUTS)]
+        check(
+            sample(f"{method} {name}", **heads), DTYPES[i % len(DTYPES)], i, method=method,
+            balanced=balanced, key_balanced=key_balanced,
+        )  # fmt: skip
 
 
 def ring_equals_attention() -> None:
-    from fastattn.distributed import ring_attention, shard_sequence, unshard_sequence
+    _check_samples("ring", RING)
 
-    for causal in (False, True):
-        for K, E, dtype in ((4, 8, torch.float32), (2, 12, torch.float32), (4, 8, torch.bfloat16)):
-            q, k, v = (
-                torch.randn(2, heads, 24, size).to(dtype).requires_grad_()
-                for heads, size in ((4, 8), (K, 8), (K, E))
-            )
-            weights = torch.randn(2, 4, 24, E).to(dtype), torch.randn(2, 4, 24)
-            whole = fastattn.attention(q, k, v, causal=causal, return_lse=True)
-            expected = (*whole, *gradients(whole, weights, [q, k, v]))
+
+def heads_equal_attention() -> None:
+    _check_samples("all_to_all", HEADS)
+
+
+def random_samples_equal_attention() -> None:
+    for seed in range(60):
+        given, layout = random_sample(seed)
+        check(given, DTYPES[seed % len(DTYPES)], seed, **layout)
+
+
+def some_gradients() -> None:
+    """Of lse alone, of q alone, and of k without v."""
+    q, k, v = (torch.randn(2, 4, 24, 8) for _ in range(3))
+    weights = torch.randn(2, 4, 24, 8), torch.randn(2, 4, 24)
+    for method in ("ring", "all_to_all"):
+        for needed, results in (((0,), (0,)), ((0, 1), (1,)), ((1,), (0, 1))):
+            whole = [x.clone().requires_grad_(i in needed) for i, x in enumerate((q, k, v))]
             parts = [
-                shard_sequence(x.detach(), 2, causal=causal).requires_grad_() for x in (q, k, v)
+                shard_sequence(x, 2, balanced=True).requires_grad_(i in needed)
+                for i, x in enumerate((q, k, v))
             ]
-            part_results = ring_attention(*parts, causal=causal, return_lse=True)
-            part_weights = [shard_sequence(w, 2, causal=causal) for w in weights]
-            got = (*part_results, *gradients(part_results, part_weights, parts))
-            tolerance = 2e-2 if dtype is torch.bfloat16 else 2e-5
-            for x, y in zip(got, expected, strict=True):
-                full = unshard_sequence(x, 2, causal=causal)
-                torch.testing.assert_close(full, y.detach(), atol=tolerance, rtol=tolerance)
+            expected = fastattn.attention(*whole, causal=True, return_lse=True)
+            found = attend(*parts, causal=True, balanced=True, return_lse=True, method=method)
+            own = [shard_sequence(w, 2, balanced=True) for w in weights]
 
+            def select(tensors: Any, indices: Any = results) -> list[Any]:
+                return [tensors[i] for i in indices]
 
-def gradients_of_lse_only() -> None:
-    from fastattn.distributed import ring_attention, shard_sequence, unshard_sequence
-
-    q, k = (torch.randn(2, 4, 24, 8).requires_grad_() for _ in range(2))
-    weight = torch.randn(2, 4, 24)
-    _, lse = fastattn.attention(q, k, k.detach(), causal=True, return_lse=True)
-    expected = gradients([lse], [weight], [q, k])
-    parts = [shard_sequence(x.detach(), 2, causal=True).requires_grad_() for x in (q, k)]
-    _, lse = ring_attention(*parts, parts[1].detach(), causal=True, return_lse=True)
-    got = gradients([lse], [shard_sequence(weight, 2, causal=True)], parts)
-    for x, y in zip(got, expected, strict=True):
-        torch.testing.assert_close(unshard_sequence(x, 2, causal=True), y, atol=2e-5, rtol=2e-5)
+            dparts = gradients(select(found), select(own), select(parts, needed))
+            dwhole = gradients(select(expected), select(weights), select(whole, needed))
+            for x, y in zip(dparts, dwhole, strict=True):
+                x = unshard_sequence(x, 2, balanced=True)
+                torch.testing.assert_close(x, y, atol=2e-5, rtol=2e-5)
 
 
 def layouts_are_inverse() -> None:
-    from fastattn.distributed import shard_sequence, unshard_sequence
-
-    x = torch.randn(3, 12)
-    for causal in (False, True):
-        part = shard_sequence(x, 1, causal=causal)
-        assert part.shape == (3, 12 // dist.get_world_size())
-        assert torch.equal(unshard_sequence(part, 1, causal=causal), x)
+    x = torch.randn(3, 24)
+    for balanced in (False, True):
+        part = shard_sequence(x, 1, balanced=balanced)
+        assert part.shape == (3, 24 // dist.get_world_size())
+        assert torch.equal(unshard_sequence(part, 1, balanced=balanced), x)
     with pytest.raises(ValueError, match=r"x must have a size along dim 1 that \d divides, got 13"):
-        shard_sequence(torch.randn(3, 13), 1, causal=True)
+        shard_sequence(torch.randn(3, 13), 1, balanced=True)
 
 
-def ring_errors() -> None:
-    from fastattn.distributed import ring_attention
-
+def errors() -> None:
     q = torch.randn(1, 2, 5, 8)
-    with pytest.raises(ValueError, match="q must hold two chunks of equal length, got 5"):
-        ring_attention(q, q, q, causal=True)
-    with pytest.raises(ValueError, match="k must have q's 5 positions, got 4"):
-        ring_attention(q, q[:, :, 1:], q[:, :, 1:])
-    with pytest.raises(ValueError, match=r"k must have 4 dimensions \[B, K, N, D\], got"):
-        ring_attention(q, q[0], q)
-    with pytest.raises(ValueError, match="v must be"):
-        ring_attention(q, q, q[:, :1])
-    with pytest.raises(TypeError, match=r"q must be fp16, bf16, fp32 or fp64, got torch\.int64"):
-        ring_attention(*3 * [q.long()])
-    with pytest.raises(ValueError, match="scale must be finite, got nan"):
-        ring_attention(q, q, q, scale=float("nan"))
+    for error, message, arguments, options in [
+        (ValueError, "q must hold two chunks of equal length, got 5", (q, q, q),
+         {"balanced": True}),
+        (ValueError, "k must hold two chunks of equal length, got 5", (q[:, :, 1:], q, q),
+         {"balanced": True}),
+        (ValueError, 'method must be "ring" or "all_to_all", got \'heads\'', (q, q, q),
+         {"method": "heads"}),
+        (ValueError, 'k must have a number of heads that 4 divides for method="all_to_all", got 2',
+         (q, q, q), {"method": "all_to_all"}),
+        (ValueError, r"k must have 4 dimensions \[B, K, N, D\], got", (q, q[0], q), {}),
+        (ValueError, "v must be", (q, q, q[:, :1]), {}),
+        (TypeError, r"q must be fp16, bf16, fp32 or fp64, got torch\.int64", 3 * (q.long(),), {}),
+        (ValueError, "scale must be finite, got nan", (q, q, q), {"scale": float("nan")}),
+        (ValueError, r"mask must be broadcastable to \[1, 2, 5, 20\], got", (q, q, q),
+         {"mask": torch.ones(5, 5)}),
+        (ValueError, r"key_lengths must be \[1\] or \[1, 5\], got", (q, q, q),
+         {"key_lengths": torch.ones(1, 20, dtype=torch.int64)}),
+        (ValueError, "causal=True is ambiguous for 20 queries and 16 keys",
+         (q, q[:, :, 1:], q[:, :, 1:]), {"causal": True}),
+        (NotImplementedError, "dropout_p must be 0.0, got 0.5", (q, q, q), {"dropout_p": 0.5}),
+    ]:  # fmt: skip
+        with pytest.raises(error, match=message):
+            attend(*arguments, **options)
     others = dist.new_group([0])
     if dist.get_rank() > 0:
         with pytest.raises(ValueError, match="group must contain the calling process"):
-            ring_attention(q, q, q, group=others)
+            attend(q, q, q, group=others)
 
 
-def ring_follows_autocast() -> None:
-    from fastattn.distributed import ring_attention
-
-    q = torch.randn(1, 2, 6, 8)
+def autocast() -> None:
+    q = torch.randn(1, 4, 6, 8)
     with torch.autocast("cpu", torch.bfloat16):
-        assert ring_attention(q, q, q).dtype is torch.bfloat16  # type: ignore[union-attr]
+        for method in ("ring", "all_to_all"):
+            assert attend(q, q, q, method=method).dtype is torch.bfloat16
 
 
-def ring_of_some_processes() -> None:
+def second_derivatives_are_refused() -> None:
+    q = torch.randn(1, 4, 6, 8, requires_grad=True)
+    for method in ("ring", "all_to_all"):
+        out = attend(q, q, q, method=method)
+        [dq] = torch.autograd.grad(out.sin().sum(), q, create_graph=True)
+        with pytest.raises(NotImplementedError, match="context_parallel_attention has no second"):
+            dq.sum().backward()
+
+
+def some_processes() -> None:
     """Ranks in a group are not the ranks of the processes."""
-    from fastattn.distributed import ring_attention, shard_sequence, unshard_sequence
-
     group = dist.new_group([1, 2])
-    if dist.get_rank() == 0:
+    if dist.get_rank() not in (1, 2):
         return
     q = torch.randn(1, 2, 8, 8)
-    part = shard_sequence(q, 2, causal=True, group=group)
-    out = ring_attention(part, part, part, causal=True, group=group)
-    whole = unshard_sequence(out, 2, causal=True, group=group)  # type: ignore[arg-type]
-    torch.testing.assert_close(whole, fastattn.attention(q, q, q, causal=True))
+    part = shard_sequence(q, 2, balanced=True, group=group)
+    for method in ("ring", "all_to_all"):
+        out = attend(part, part, part, causal=True, balanced=True, group=group, method=method)
+        whole = unshard_sequence(out, 2, balanced=True, group=group)
+        torch.testing.assert_close(whole, fastattn.attention(q, q, q, causal=True))
 
 
-def test_ring_attention() -> None:
+def test_context_parallel_attention() -> None:
     in_processes(
-        layouts_are_inverse,
         ring_equals_attention,
-        gradients_of_lse_only,
-        ring_errors,
-        ring_follows_autocast,
-        size=2,
+        heads_equal_attention,
+        some_gradients,
+        layouts_are_inverse,
+        errors,
+        autocast,
+        second_derivatives_are_refused,
+        some_processes,
     )
 
 
 @pytest.mark.slow
-def test_ring_attention_of_three() -> None:
-    in_processes(layouts_are_inverse, ring_equals_attention, ring_of_some_processes, size=3)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_random_samples(size: int) -> None:
+    in_processes(random_samples_equal_attention, size=size)

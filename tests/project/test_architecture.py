@@ -204,7 +204,14 @@ _LAYERS = (
     ("fastattn.integrations", ("fastattn.functional", "fastattn.nn", "fastattn.integrations")),
     (
         "fastattn.distributed",
-        ("fastattn._arguments", "fastattn.functional", "fastattn.nn", "fastattn.distributed"),
+        (
+            "fastattn._arguments",
+            "fastattn._scores",
+            "fastattn.functional",
+            "fastattn.nn",
+            "fastattn.distributed",
+            "fastattn.ops.attention.op",
+        ),
     ),
     (
         "fastattn.seq2seq",

@@ -1,0 +1,346 @@
+"""Blocks of an attention matrix whose queries and keys are divided into chunks: the calls of the
+attention op that compute them, and how their results are merged.
+
+A block is a rectangle of queries of one chunk and keys of another. Restrictions by distance (causal
+and window) are low <= j - i <= high for query i and key j. A block contains only rows and keys for
+which they allow a pair, so that they become the op's own causal restriction and window. Lengths,
+masks and biases by distance are sliced.
+
+Shapes: M queries and N keys of the whole sequences; B batch, H query heads.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastattn.ops.attention.op import CAUSAL
+
+_TOP_LEFT, _BOTTOM_RIGHT = CAUSAL["top_left"], CAUSAL["bottom_right"]
+_BY_LENGTHS = CAUSAL["bottom_right_lengths"]
+# Dropout bits belong to tiles of 16 x 16 pairs: with dropout, blocks start at multiples of it.
+DROPOUT_TILE = 16
+
+
+class Rectangle(NamedTuple):
+    """Rows and keys of a pair of chunks, counted in the chunks, and the bounds low <= j - i <= high
+    of the pairs in it, counted in the block.
+    """
+
+    first_row: int
+    rows: int
+    first_key: int
+    keys: int
+    low: int
+    high: int
+
+
+def rectangles(m: int, n: int, low: int, high: int, unit: int) -> tuple[Rectangle, ...]:
+    """Rectangles that together have all pairs of m rows and n keys with low <= j - i <= high, and
+    no rows and keys without such a pair. They start at multiples of `unit`.
+
+    All but a first one of at most unit x unit have low <= 0 <= high, as the op's windows have. This
+    needs a multiple of `unit` between low and high.
+    """
+    low, high = max(low, 1 - m), min(high, n - 1)
+    if low > high:
+        return ()
+    found = []
+    first_row = _up(max(0, -high), unit)
+    first_key = _up(max(0, low), unit)
+    if first_row + high > 0 and high < 0:  # rows just above first_row have a few keys
+        start = first_row - unit
+        rows, keys = min(m, first_row) - start, min(n, first_row + high)
+        if rows + start + high > 0:
+            found.append(Rectangle(start, rows, 0, keys, low + start, high + start))
+    if first_key - low > 0 and low > 0:  # keys just before first_key have a few rows
+        start = first_key - unit
+        rows, keys = min(m, first_key - low), min(n, first_key) - start
+        if keys + start - low > 0:
+            found.append(Rectangle(0, rows, start, keys, low - start, high - start))
+    rows, keys = min(m, n - low) - first_row, min(n, m + high) - first_key
+    if rows > 0 and keys > 0:
+        shift = first_row - first_key
+        found.append(Rectangle(first_row, rows, first_key, keys, low + shift, high + shift))
+    return tuple(found)
+
+
+def _up(x: int, unit: int) -> int:
+    return -(-x // unit) * unit
+
+
+@dataclass(frozen=True)
+class Call:
+    """What attention of the whole sequences is, besides its inputs that may require a gradient.
+    key_lengths are [B], or [B, M / P] for the queries of this process.
+    """
+
+    M: int
+    N: int
+    key_lengths: Tensor | None
+    query_lengths: Tensor | None
+    softcap: float
+    causal: int
+    window_left: int
+    window_right: int
+    scale: float
+    dropout_p: float
+    dropout_seed: Tensor | None  # [5], see `attention`
+    dropout_stream: int
+    backend: str | None
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """low and high: a pair is blocked unless low <= j - i <= high."""
+        unlimited = self.M + self.N
+        if self.causal == _BY_LENGTHS:  # see _Block.by_own_lengths
+            return -unlimited, unlimited
+        offset = self.N - self.M if self.causal == _BOTTOM_RIGHT else 0
+        low = offset - self.window_left if self.window_left >= 0 else -unlimited
+        high = offset + self.window_right if self.window_right >= 0 else unlimited
+        return low, min(high, offset) if self.causal else high
+
+    @property
+    def unit(self) -> int:
+        return DROPOUT_TILE if self.dropout_p > 0 else 1
+
+    def rectangles(self, query: int, m: int, key: int, n: int) -> tuple[Rectangle, ...]:
+        """Those of the chunk of m queries from `query` on and of the n keys from `key` on."""
+        low, high = (bound + query - key for bound in self.bounds)
+        return rectangles(m, n, low, high, self.unit)
+
+
+class Inputs(NamedTuple):
+    """q and mask have this process's rows, k and v one chunk of keys, mask all keys (or one row or
+    key for all, as in `attention`), distance_bias all distances. Gradients have the same shapes.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    distance_bias: Tensor | None
+
+
+class Block:
+    """A rectangle of the chunk of queries that starts at this process's row `row`, position `query`
+    of the whole sequence, and of the chunk of keys at position `key`.
+    """
+
+    def __init__(self, call: Call, at: Rectangle, row: int, query: int, key: int):
+        self.call, self.at = call, at
+        self.rows = slice(row + at.first_row, row + at.first_row + at.rows)
+        self.keys = slice(at.first_key, at.first_key + at.keys)
+        self.query, self.key = query + at.first_row, key + at.first_key
+
+    def forward(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        """Its out and lse."""
+        return self._run(torch.ops.fastattn.attention_fwd, *self._inputs(x), *self._options())  # type: ignore[no-any-return]
+
+    def backward(
+        self,
+        x: Inputs,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor | None,
+        dlse: Tensor | None,
+        needs: Sequence[bool],
+    ) -> list[Tensor | None]:
+        """The gradients of its part of each of `x`, None where not needed. out, lse, dout and dlse
+        are those of the merged result, for this process's rows.
+
+        The block's own out and lse are computed again, because a backend may compute the weights
+        again too, and not from the lse that it is given.
+        """
+        inputs, options = self._inputs(x), self._options()
+        own_out, own_lse = self._run(torch.ops.fastattn.attention_fwd, *inputs, *options)
+        out, lse = self.of_rows(out), self.of_rows(lse)
+        weight = torch.exp(own_lse - lse).masked_fill_(own_lse == -torch.inf, 0.0)
+        live = weight > 0  # in other rows, gradients may be NaN
+        own_dout = own_dlse = None
+        if dlse is not None:
+            own_dlse = torch.where(live, self.of_rows(dlse) * weight, 0)
+        if dout is not None:
+            own_dout = self.of_rows(dout) * weight[..., None]
+            own_dout = torch.where(live[..., None], own_dout, 0).to(out.dtype)
+            change = (own_dout.to(lse.dtype) * (own_out.to(lse.dtype) - out)).sum(-1)
+            own_dlse = change if own_dlse is None else own_dlse + change
+        *tensors, bias, _ = inputs
+        given = [need and y is not None for need, y in zip(needs, x, strict=True)]
+        found = self._run(
+            torch.ops.fastattn.attention_bwd,
+            own_dout, own_dlse, *tensors, own_out, own_lse, bias, None, *options, [*given, False],
+        )  # fmt: skip
+        dmask, dbias = found[3:5]
+        if given[3] and x.mask is not None:
+            dmask = dmask.sum_to_size(self.of_mask(x.mask).shape)
+        return [
+            y if need else None for y, need in zip((*found[:3], dmask, dbias), given, strict=True)
+        ]
+
+    # -- parts of tensors -------------------------------------------------------------------------
+    def of_rows(self, x: Tensor) -> Tensor:
+        return x[:, :, self.rows]
+
+    def of_keys(self, x: Tensor) -> Tensor:
+        return x[:, :, self.keys]
+
+    def of_mask(self, x: Tensor) -> Tensor:
+        x = x if x.shape[2] == 1 else x[:, :, self.rows]
+        return x if x.shape[3] == 1 else x[..., self.key : self.key + self.at.keys]
+
+    def add_to(self, totals: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> None:
+        """Adds the results of `backward` to the gradients of all of `Inputs`, in place."""
+        parts = (self.of_rows, self.of_keys, self.of_keys, self.of_mask)
+        for part, total, gradient in zip(parts, totals[:4], gradients[:4], strict=True):
+            if total is not None and gradient is not None:
+                part(total).add_(gradient)
+        total, gradient = totals[4], gradients[4]
+        if total is None or gradient is None:
+            return
+        if self.call.causal == _BY_LENGTHS:
+            by_sequence = torch.zeros_like(total).expand(gradient.shape[0], -1, -1).contiguous()
+            by_sequence.scatter_add_(2, self._entries(gradient), gradient)
+            total.add_(by_sequence.sum_to_size(total.shape))
+        else:
+            total[..., self._distances].add_(gradient)
+
+    def _run(self, op: Any, *args: Any) -> Any:
+        backend = self.call.backend
+        return op.default(*args) if backend is None else op.backend(*args, backend)
+
+    # -- arguments of the op ----------------------------------------------------------------------
+    @property
+    def _distances(self) -> slice:
+        """Of the entries of distance_bias, without own lengths."""
+        first = self.key - self.query + self.call.M - self.at.rows
+        return slice(first, first + self.at.rows + self.at.keys - 1)
+
+    def _entries(self, like: Tensor) -> Tensor:
+        """The entries of distance_bias for the block's distances, if the diagonal is that of each
+        sequence's own lengths: [B, H, rows + keys - 1]. Any entry for a distance that no allowed
+        pair has.
+        """
+        M, N = self.call.M, self.call.N
+        steps = torch.arange(self.at.rows + self.at.keys - 1, device=like.device)
+        entries = steps + self.key - self.query - self.at.rows + N - self._offsets
+        B, H = entries.shape[0], like.shape[1]
+        return entries.clamp(0, M + N - 2)[:, None].expand(B, H, -1)
+
+    @property
+    def _offsets(self) -> Tensor:
+        """The offset of the diagonal by each sequence's own lengths, [B, 1]."""
+        ends = (self.call.key_lengths, self.call.N), (self.call.query_lengths, self.call.M)
+        n, m = (most if x is None else x.clamp(0, most)[:, None] for x, most in ends)
+        return n - m  # type: ignore[return-value]
+
+    def _inputs(self, x: Inputs) -> tuple[Tensor | None, ...]:
+        """The op's arguments from q to sinks."""
+        mask = None if x.mask is None else self.of_mask(x.mask)
+        key_lengths, allowed = self._key_lengths(x.q.device), self._allowed(x.q.device)
+        if allowed is not None:
+            mask = allowed if mask is None else _intersection(mask, allowed)
+        query_lengths = self.call.query_lengths
+        if query_lengths is not None:
+            query_lengths = (query_lengths - self.query).clamp(min=0)
+        bias = x.distance_bias
+        if bias is not None and self.call.causal == _BY_LENGTHS:
+            entries = self._entries(bias)
+            bias = bias.expand(entries.shape[0], -1, -1).gather(2, entries)
+        elif bias is not None:
+            bias = bias[..., self._distances]
+        return (
+            self.of_rows(x.q), self.of_keys(x.k), self.of_keys(x.v), mask, None, key_lengths,
+            query_lengths, bias, None,
+        )  # fmt: skip
+
+    def _options(self) -> tuple[Any, ...]:
+        """The op's arguments from softcap to dropout_stream."""
+        call, at, causal, left, right = self.call, self.at, 0, -1, -1
+        if call.causal != _BY_LENGTHS and not self._is_small:
+            left = -at.low if at.low > 1 - at.rows else -1
+            right = at.high if at.high < at.keys - 1 else -1
+            if right == 0:
+                causal, right = _TOP_LEFT, -1
+        seed = call.dropout_seed
+        if seed is not None:
+            seed = torch.cat([seed[:3], seed[3:4] + self.query, seed[4:] + self.key])
+        return (
+            call.softcap, causal, left, right, call.scale, call.dropout_p, seed,
+            call.dropout_stream,
+        )  # fmt: skip
+
+    @property
+    def _is_small(self) -> bool:
+        """Whether the op's windows cannot express the bounds, and a mask does."""
+        return not self.at.low <= 0 <= self.at.high
+
+    def _key_lengths(self, device: torch.device) -> Tensor | None:
+        call, lengths = self.call, self.call.key_lengths
+        if call.causal == _BY_LENGTHS:  # [B, rows]: the causal restriction limits keys of each row
+            ends = self.query + 1 + torch.arange(self.at.rows, device=device) + self._offsets
+            lengths = ends if lengths is None else torch.minimum(ends, lengths[:, None])
+        elif lengths is not None and lengths.dim() == 2:
+            lengths = lengths[:, self.rows]
+        return None if lengths is None else (lengths - self.key).clamp(min=0)
+
+    def _allowed(self, device: torch.device) -> Tensor | None:
+        """A mask for bounds that the op's arguments cannot express, [B or 1, 1, rows, keys]."""
+        left = self.call.window_left
+        by_lengths = self.call.causal == _BY_LENGTHS and left >= 0
+        if not (by_lengths or self._is_small):
+            return None
+        i = torch.arange(self.at.rows, device=device)[:, None]
+        j = torch.arange(self.at.keys, device=device)
+        if by_lengths:
+            diagonal = i + self.query - self.key + self._offsets[..., None]
+            return (j >= diagonal - left)[:, None]
+        return ((j - i >= self.at.low) & (j - i <= self.at.high))[None, None]
+
+
+def _intersection(mask: Tensor, allowed: Tensor) -> Tensor:
+    return mask & allowed if mask.dtype == torch.bool else torch.where(allowed, mask, -torch.inf)
+
+
+# -- merged results -------------------------------------------------------------------------------
+def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Merges results for further keys into `out` and `lse`, in place."""
+    total = torch.logaddexp(lse, part_lse)
+    empty = total == -torch.inf
+    weight, part_weight = (
+        torch.exp(x - total).masked_fill_(empty, 0.0)[..., None] for x in (lse, part_lse)
+    )
+    out.mul_(weight).add_(part * part_weight)
+    lse.copy_(total)
+
+
+def merge_sinks(
+    out: Tensor, lse: Tensor, sinks: Tensor, query_lengths: Tensor | None, rows: Tensor
+) -> None:
+    """Adds the sinks [H] to the sum of each row, in place. rows: the positions of the queries, of
+    which those beyond query_lengths have no sink. As in `attention`, the lse of a row without a key
+    is the sink, and that of every other row is larger.
+    """
+    sink = sinks[:, None]
+    if query_lengths is not None:
+        sink = torch.where(rows < query_lengths[:, None, None], sink, -torch.inf)
+    above = torch.nextafter(sink, torch.full_like(sink, torch.inf))
+    has_key = lse != -torch.inf
+    total = torch.where(has_key, torch.maximum(torch.logaddexp(lse, sink), above), sink)
+    out.mul_(torch.where(has_key, torch.exp(lse - total), 0)[..., None])
+    lse.copy_(total)
+
+
+def sink_gradients(
+    sinks: Tensor, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
+) -> Tensor:
+    """[H], the part of these rows."""
+    row = torch.zeros_like(lse)
+    if dout is not None:
+        delta = (dout.to(lse.dtype) * out).sum(-1)
+        row = torch.where(lse > sinks[:, None], delta, 0)  # dout may be NaN in rows without a key
+    row = row if dlse is None else row - dlse
+    weight = torch.exp(sinks[:, None] - lse)
+    return -torch.where(lse == -torch.inf, 0, weight * row).sum((0, 2))

@@ -1,0 +1,186 @@
+"""Attention over a sequence that is divided between processes."""
+
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from fastattn._arguments import (
+    Causal,
+    Lengths,
+    autocast,
+    causal_code,
+    check_attention_inputs,
+    check_dropout,
+    check_restrictions,
+    check_scale,
+    check_window,
+)
+from fastattn._scores import RelativeBuckets, score_arguments
+from fastattn.distributed.all_to_all import gather_rows, to_heads, to_sequence
+from fastattn.distributed.blocks import Call
+from fastattn.distributed.ring import Ring, RingAttention
+from fastattn.distributed.sequence import place
+from fastattn.functional import PreparedMask
+from fastattn.ops.attention.op import attention as attention_op
+
+Method = Literal["ring", "all_to_all"]
+
+
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    method: Method = "ring",
+    balanced: bool = False,
+    key_balanced: bool | None = None,
+    group: dist.ProcessGroup | None = None,
+    mask: Tensor | PreparedMask | None = None,
+    key_lengths: Lengths | None = None,
+    query_lengths: Lengths | None = None,
+    causal: Causal = False,
+    window: tuple[int, int] | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    dropout_stream: int = 0,
+    alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    relative_buckets: RelativeBuckets | None = None,
+    relative_max_distance: int = 128,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attention` of sequences that are divided between the P processes of `group`, for this
+    process's queries. Every process calls with the same options, shapes and `requires_grad`.
+
+    The arguments that are not described here are those of `attention`, for the whole sequences: M
+    queries and N keys.
+
+    Args:
+        q: [B, H, M / P, D]; k: [B, K, N / P, D]; v: [B, K, N / P, E], from `shard_sequence`.
+        method: "ring" passes keys and values from process to process (Liu et al. 2023).
+            "all_to_all" gives each process the whole sequences of H / P heads (DeepSpeed-Ulysses,
+            Jacobs et al. 2023), for which P must divide H and K.
+        balanced, key_balanced: the layouts of q and of k and v, as in `shard_sequence`; default of
+            key_balanced: balanced. In the ring, causal attention should be balanced. Gradients,
+            `out` and `lse` have the layout of their input, or of q.
+        group: default all processes.
+        mask: broadcastable to [B, H, M / P, N]: the rows of this process's queries, with all keys
+            in their order. Tiles of a prepared mask are not used.
+        key_lengths: [B], or [B, M / P] for this process's queries.
+        alibi_slopes, sinks, relative_bias: the same on every process, with all heads.
+        dropout_p: must be 0.
+
+    Returns:
+        out [B, H, M / P, E], or (out, lse), lse [B, H, M / P]. Differentiable once.
+
+    Gradients of sinks, relative_bias and alibi_slopes, and of a mask with one row for all queries,
+    are this process's parts: their sum over the processes is the gradient. DDP and FSDP add or
+    average gradients of parameters in this way.
+
+    Each process sends, in bytes, with L = P - 1 and k, v, ... for the bytes of its own shard:
+
+    - Ring: L (k + v) forward; L (k + v) + L (dk + dv) backward, where dk and dv are fp32 (fp64 for
+      fp64 inputs), and are sent if k or v requires a gradient. Causal and window restrictions that
+      do not depend on lengths reduce it: a chunk is passed to the last process that needs it, so
+      that with s steps in place of L, s (k + v) and s (dk + dv) are sent for it.
+    - All to all: L / P (q + k + v + out) forward and L / P (dq + dk + dv + dout) backward, of which
+      only required gradients are sent; with return_lse, L / P lse both times. In addition
+      L / P of a mask with heads and rows, or L of one with rows alone, both times (backward L for
+      one that requires a gradient); L of key_lengths [B, M / P].
+    """
+    if method not in ("ring", "all_to_all"):
+        raise ValueError(f'method must be "ring" or "all_to_all", got {method!r}')
+    P, rank = place(group)
+    key_balanced = balanced if key_balanced is None else key_balanced
+    q, k, v = autocast(q, k, v)
+    B, H, rows, D, keys = check_attention_inputs(q, k, v)
+    M, N = rows * P, keys * P
+    mask, _, key_lengths, query_lengths = check_restrictions(
+        mask, key_lengths, query_lengths, B, H, rows, N, q.device
+    )
+    code = causal_code(causal, M, N, key_lengths, query_lengths)
+    bias, sinks, cap = score_arguments(
+        alibi_slopes, softcap, sinks, relative_bias, relative_buckets, relative_max_distance,
+        causal=code, B=B, M=M, N=N, q=q,
+    )  # fmt: skip
+    left, right = check_window(window)
+    seed = check_dropout(dropout_p, dropout_seed, dropout_stream, q.device)
+    if seed is not None:
+        raise NotImplementedError(f"dropout_p must be 0.0, got {dropout_p}")
+    _check_chunks("q", q, balanced)
+    _check_chunks("k", k, key_balanced)
+    call = Call(
+        M, N, key_lengths, query_lengths, cap, code, left, right, check_scale(scale, D),
+        float(dropout_p), _with_origin(seed), dropout_stream, attention_op.choice(None),
+    )  # fmt: skip
+    if method == "ring":
+        ring = Ring(group, P, rank, balanced, key_balanced)
+        out, lse = RingAttention.apply(q, k, v, mask, bias, sinks, ring, call)
+    else:
+        if k.shape[1] % P:
+            raise ValueError(
+                f'k must have a number of heads that {P} divides for method="all_to_all", '
+                f"got {k.shape[1]}"
+            )
+        out, lse = _by_heads(
+            q, k, v, mask, bias, sinks, call, balanced, key_balanced, group, return_lse
+        )
+    return (out, lse) if return_lse else out
+
+
+def _check_chunks(name: str, x: Tensor, balanced: bool) -> None:
+    if balanced and x.shape[2] % 2:
+        raise ValueError(f"{name} must hold two chunks of equal length, got {x.shape[2]} positions")
+
+
+def _with_origin(seed: Tensor | None) -> Tensor | None:
+    """[5]: the seed and the index of the first sequence, head, query and key."""
+    return seed if seed is None or seed.shape[0] == 5 else functional.pad(seed, (0, 4))
+
+
+def _by_heads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    call: Call,
+    balanced: bool,
+    key_balanced: bool,
+    group: dist.ProcessGroup | None,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of whole sequences with 1 / P of the heads; results are divided by sequence."""
+    P, rank = place(group)
+    H = q.shape[1] // P
+    heads = slice(rank * H, (rank + 1) * H)
+    if mask is not None:
+        has_rows = mask.shape[2] > 1 or q.shape[2] == 1
+        if mask.shape[1] > 1 and has_rows:
+            [mask] = to_heads([mask], [balanced], group)
+        elif has_rows:
+            mask = gather_rows(mask, balanced, group)
+        elif mask.shape[1] > 1:
+            mask = mask[:, heads]
+    key_lengths, seed = call.key_lengths, call.dropout_seed
+    if key_lengths is not None and key_lengths.dim() == 2:
+        key_lengths = gather_rows(key_lengths[:, None], balanced, group)[:, 0]
+    if seed is not None:
+        seed = torch.cat([seed[:2], seed[2:3] + heads.start, seed[3:]])
+    q, k, v = to_heads([q, k, v], [balanced, key_balanced, key_balanced], group)
+    out, lse = attention_op(
+        q, k, v, mask, None, key_lengths, call.query_lengths,
+        None if bias is None else bias[:, heads], None if sinks is None else sinks[heads],
+        call.softcap, call.causal, call.window_left, call.window_right, call.scale, call.dropout_p,
+        seed, call.dropout_stream, backend=call.backend,
+    )  # fmt: skip
+    results = [out, lse] if return_lse else [out]
+    results = to_sequence(results, [balanced] * len(results), group)
+    return results[0], results[1] if return_lse else None

@@ -21,6 +21,7 @@ from fastattn.functional import Lengths
 from fastattn.nn.conversion import DropIn
 from fastattn.nn.fusion import DropoutStreams, is_plain_tensor, linear
 from fastattn.nn.relative import AttentionPositions
+from fastattn.nn.sharding import SINGLE, Sharding, sharding_of
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -106,8 +107,12 @@ def is_supported(
     value: Tensor,
     key_padding_mask: Tensor | None,
     attn_mask: Tensor | None,
+    key_shards: int = 1,
 ) -> bool:
-    """Whether `attention_context` supports this call. Reads sizes and types only."""
+    """Whether `attention_context` supports this call. Reads sizes and types only.
+
+    key_shards: the keys given are one of so many shards; the masks are for all keys.
+    """
     if is_parametrized(module.out_proj, "weight"):
         return False  # each read of a parametrized weight computes it
     rank = query.dim()
@@ -134,11 +139,14 @@ def is_supported(
         and batch == B
         and (value is key or batch_and_length(module, value) == (B, N))
         and (module.bias_k is None) == (module.bias_v is None)
-        and (key_padding_mask is None or is_mask(key_padding_mask, (N,) if rank == 2 else (B, N)))
+        and (
+            key_padding_mask is None
+            or is_mask(key_padding_mask, (N * key_shards,) if rank == 2 else (B, N * key_shards))
+        )
         and (
             attn_mask is None
-            or is_mask(attn_mask, (M, N))
-            or is_mask(attn_mask, (B * module.num_heads, M, N))
+            or is_mask(attn_mask, (M, N * key_shards))
+            or is_mask(attn_mask, (B * module.num_heads, M, N * key_shards))
         )
     )
 
@@ -195,7 +203,7 @@ def attention_context(
     )
     scores: dict[str, Any] = {}
     if positions is not None:
-        q, k = rotated_heads(positions, q, k)
+        q, k = rotated_heads(positions, q, k, streams.sharding)
         scores = positions.score_options()
     kind = "top_left" if causal else False
     heads = attend(module, q, k, v, streams, mask=mask, causal=kind, **scores)
@@ -219,23 +227,25 @@ def attend(
     scores: `AttentionPositions.score_options()`.
     """
     p = float(module.dropout) if module.training else 0.0
-    return functional.attention(  # type: ignore[return-value]
+    return sharding_of(module).attention(
         q,
         k,
         v,
         mask=mask,
         key_lengths=key_lengths,
-        causal=causal,  # type: ignore[arg-type]
+        causal=causal,
         scale=scale_of(module),
         dropout_p=p,
-        **streams.take(p),
+        **streams.take(p, of="heads"),
         **scores,
     )
 
 
-def rotated_heads(positions: AttentionPositions, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Heads q and k `[B, H, S, D]` at the positions 0, 1, 2, ..."""
-    at = torch.arange(q.shape[2], device=q.device)
+def rotated_heads(
+    positions: AttentionPositions, q: Tensor, k: Tensor, sharding: Sharding = SINGLE
+) -> tuple[Tensor, Tensor]:
+    """Heads q and k `[B, H, S, D]` at the positions 0, 1, 2, ..., or those of this process."""
+    at = sharding.positions(q.shape[2], q.device)
     # Storage [B, S, H, D], which needs no copy when heads are merged.
     q, k = positions.rotated(q.transpose(1, 2), k.transpose(1, 2), at)
     return q.transpose(1, 2), k.transpose(1, 2)

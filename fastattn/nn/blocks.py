@@ -35,6 +35,7 @@ from fastattn.nn.fusion import (
 from fastattn.nn.norm import can_fuse, fused_add_norm, fused_add_norm_and_sum
 from fastattn.nn.packing import Packing, packed_context
 from fastattn.nn.positional_attention import attention_classes, positions_of
+from fastattn.nn.sharding import SINGLE, dropout_and_sum, sharding_of
 
 # Input of a block -> the attention's context before its output projection, None if not supported.
 Context = Callable[[Tensor], Tensor | None]
@@ -56,7 +57,8 @@ def fused_context(
     name = "self_attn" if query is memory else "multihead_attn"
     if not is_unmodified(attention, *attention_classes(name)):
         return None
-    if not is_supported(attention, query, memory, memory, padding, mask):  # type: ignore[arg-type]
+    shards = streams.sharding.key_shards
+    if not is_supported(attention, query, memory, memory, padding, mask, shards):  # type: ignore[arg-type]
         return None
     return attention_context(
         attention,  # type: ignore[arg-type]
@@ -87,13 +89,20 @@ def _attention_block(
     Post-norm: both are one tensor, and `norm` is this block's. Pre-norm: y is normalised, and
     `norm` is that of the next block.
     """
-    heads = context(y) if can_fuse(dropout, norm) else None
+    sharding, fusable = streams.sharding, can_fuse(dropout, norm)
+    heads = context(sharding.enter(y)) if fusable or sharding is not SINGLE else None
     if heads is None:
+        _require_whole(layer, "attention", streams)
         x = x + block(y)
         y = norm(x)
         return (x, y) if layer.norm_first else (y, y)
     weight, bias = weight_and_bias(attention.out_proj)
-    product = linear(heads, weight)  # its bias is added with the residual
+    product = sharding.leave(linear(heads, weight))  # its bias is added with the residual
+    if not fusable:
+        p = active_p(dropout)
+        x = dropout_and_sum(product, bias, x, p, streams.take(p))
+        y = norm(x)
+        return (x, y) if layer.norm_first else (y, y)
     if layer.norm_first:
         y, x = fused_add_norm_and_sum(product, bias, x, dropout, norm, streams)
         return x, y
@@ -110,6 +119,7 @@ def _feed_forward_block(
     streams: DropoutStreams,
 ) -> Tensor:
     """x + dropout(ffn(y)), then `norm` if it is given (post-norm)."""
+    sharding = streams.sharding
     linear1, inner, linear2 = layer.linear1, layer.dropout, layer.linear2
     base = (
         nn.TransformerEncoderLayer
@@ -117,30 +127,45 @@ def _feed_forward_block(
         else nn.TransformerDecoderLayer
     )
     activation = None
-    if inherits(layer, base, "_ff_block") and (
-        is_unmodified(dropout, nn.Dropout) if norm is None else can_fuse(dropout, norm)
-    ):
+    fusable = is_unmodified(dropout, nn.Dropout) if norm is None else can_fuse(dropout, norm)
+    if inherits(layer, base, "_ff_block") and (fusable or sharding is not SINGLE):
         activation = fused_activation(linear1, layer.activation, inner, linear2)
     if activation is None:
+        _require_whole(layer, "feed-forward network", streams)
         x = x + layer._ff_block(y)
         return x if norm is None else norm(x)
-    p, output_p = active_p(inner), active_p(dropout) if norm is None else 0.0
+    # The op adds bias and residual too, unless a norm or a sum over processes comes before them.
+    whole = norm is None and sharding.whole
+    p, output_p = active_p(inner), active_p(dropout)
     (weight1, bias1), (weight2, bias2) = weight_and_bias(linear1), weight_and_bias(linear2)
     result = functional.ffn(
-        y,
+        sharding.enter(y),
         weight1,
         bias1,
         weight2,
-        bias2 if norm is None else None,  # else added with the residual
+        bias2 if whole else None,
         activation,
         dropout_p=p,
-        output_dropout_p=output_p,
-        residual=x if norm is None else None,
-        **streams.take(p, output_p),
+        output_dropout_p=output_p if whole else 0.0,
+        residual=x if whole else None,
+        **streams.take(p, output_p if whole else 0.0, of="hidden"),
     )
-    if norm is None:
+    if whole:
         return result
-    return fused_add_norm(result, bias2, x, dropout, norm, streams)
+    result = sharding.leave(result)
+    if norm is not None and fusable:
+        return fused_add_norm(result, bias2, x, dropout, norm, streams)
+    x = dropout_and_sum(result, bias2, x, output_p, streams.take(output_p))
+    return x if norm is None else norm(x)
+
+
+def _require_whole(layer: Layer, block: str, streams: DropoutStreams) -> None:
+    """Raises for a block that must run unfused if its modules hold shares of the weights."""
+    if not streams.sharding.whole:
+        raise NotImplementedError(
+            f"the {block} of a layer that several processes share must be fused, got modules, "
+            f"inputs or masks that its ops do not support: {layer}"
+        )
 
 
 def encoder_layer(
@@ -163,7 +188,7 @@ def packed_encoder_layer(
     layer: nn.TransformerEncoderLayer, x: Tensor, packing: Packing, causal: bool
 ) -> Tensor:
     """`layer` on packed rows `[T, E]`."""
-    streams, attention = DropoutStreams(x.device), layer.self_attn
+    streams, attention = DropoutStreams(x.device, sharding_of(layer)), layer.self_attn
 
     def attend_self(y: Tensor) -> Tensor:
         return packed_context(attention, y, y, packing, packing, causal, streams)
@@ -183,7 +208,7 @@ def packed_decoder_layer(
     causal: bool,
 ) -> Tensor:
     """`layer` on packed rows x `[T, E]` over packed memory `[S, E]`."""
-    streams = DropoutStreams(x.device)
+    streams = DropoutStreams(x.device, sharding_of(layer))
     self_attn, cross_attn = layer.self_attn, layer.multihead_attn
 
     def attend_self(y: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fastattn import functional, ops
 from fastattn.functional import new_dropout_seed
+from fastattn.nn.sharding import SINGLE, Sharding
 
 _DEFAULT_FUNCTIONS: tuple[Any, ...] = (
     Tensor.__torch_function__.__func__,  # type: ignore[attr-defined]
@@ -95,16 +96,18 @@ class DropoutStreams:
     The seed is drawn at the first active dropout, so evaluation leaves the generator unchanged.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, sharding: Sharding = SINGLE) -> None:
         self.device = device
+        self.sharding = sharding
         self.seed: Tensor | None = None
         self.stream = -1
 
-    def take(self, *probabilities: float) -> dict[str, Any]:
-        """The arguments `dropout_seed` and `dropout_stream` of the next op."""
+    def take(self, *probabilities: float, of: str = "rows") -> dict[str, Any]:
+        """The arguments `dropout_seed` and `dropout_stream` of the next op; of: see `Sharding`."""
         self.stream += 1
         if not any(probabilities):
             return {}
         if self.seed is None:
             self.seed = new_dropout_seed(self.device)
-        return {"dropout_seed": self.seed, "dropout_stream": self.stream}
+        seed = self.sharding.seed(self.seed, of)
+        return {"dropout_seed": seed, "dropout_stream": self.stream}

@@ -9,11 +9,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastattn.nn.attention import floating_mask, matching_masks
-from fastattn.nn.blocks import decoder_layer, encoder_layer, fused_context
+from fastattn.nn.blocks import (
+    decoder_layer,
+    encoder_layer,
+    fused_context,
+    packed_decoder_layer,
+    packed_encoder_layer,
+)
 from fastattn.nn.conversion import DropIn, convert_children
 from fastattn.nn.fusion import DropoutStreams, inherits
+from fastattn.nn.packing import Packing
 from fastattn.nn.positional_attention import set_positions
 from fastattn.nn.relative import AttentionPositions, PositionKind, make_positions
+from fastattn.nn.sharding import sharding_of
 
 
 class TransformerEncoderLayer(DropIn, nn.TransformerEncoderLayer):
@@ -21,6 +29,8 @@ class TransformerEncoderLayer(DropIn, nn.TransformerEncoderLayer):
 
     positions: those of the self-attention, "alibi", "t5" or "rotary" or a module of such positions
     (see `PositionalMultiheadAttention`). The layers of a stack share them.
+
+    packing: how the rows of a packed `src`, `[T, E]`, form sequences; set by the stacks.
     """
 
     def __init__(
@@ -64,13 +74,17 @@ class TransformerEncoderLayer(DropIn, nn.TransformerEncoderLayer):
         src_mask: Tensor | None = None,
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
+        *,
+        packing: Packing | None = None,
     ) -> Tensor:
+        if packing is not None:
+            return packed_encoder_layer(self, src, packing, is_causal)
         if src.is_nested or not are_masks(src_mask, src_key_padding_mask):
             return super().forward(src, src_mask, src_key_padding_mask, is_causal)
         mask, padding = matching_masks(
             src_mask, src_key_padding_mask, src.dtype, "src_mask", "src_key_padding_mask"
         )
-        streams = DropoutStreams(src.device)
+        streams = DropoutStreams(src.device, sharding_of(self))
 
         def attend_self(y: Tensor) -> Tensor | None:
             if not inherits(self, nn.TransformerEncoderLayer, "_sa_block"):
@@ -89,6 +103,8 @@ class TransformerDecoderLayer(DropIn, nn.TransformerDecoderLayer):
 
     positions: as in `TransformerEncoderLayer`; the buckets of "t5" are for earlier positions alone.
     The attention over the memory has none.
+
+    packings: those of a packed `tgt` and `memory`; set by the stacks.
     """
 
     def __init__(
@@ -138,7 +154,11 @@ class TransformerDecoderLayer(DropIn, nn.TransformerDecoderLayer):
         memory_key_padding_mask: Tensor | None = None,
         tgt_is_causal: bool = False,
         memory_is_causal: bool = False,
+        *,
+        packings: tuple[Packing, Packing] | None = None,
     ) -> Tensor:
+        if packings is not None:
+            return packed_decoder_layer(self, tgt, memory, *packings, tgt_is_causal)
         self_masks = tgt_mask, tgt_key_padding_mask, tgt_is_causal
         memory_masks = memory_mask, memory_key_padding_mask, memory_is_causal
         if tgt.is_nested or memory.is_nested:
@@ -152,7 +172,7 @@ class TransformerDecoderLayer(DropIn, nn.TransformerDecoderLayer):
                 tgt_is_causal,
                 memory_is_causal,
             )
-        streams = DropoutStreams(tgt.device)
+        streams = DropoutStreams(tgt.device, sharding_of(self))
 
         def attend_self(y: Tensor) -> Tensor | None:
             if not inherits(self, nn.TransformerDecoderLayer, "_sa_block"):

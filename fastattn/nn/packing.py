@@ -8,19 +8,20 @@ exit, where padding is 0. Everything in between is row-wise, except attention, w
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastattn import functional
 from fastattn.functional import Lengths
 from fastattn.nn.attention import project_each, scale_of
 from fastattn.nn.feed_forward import GatedActivation
 from fastattn.nn.fusion import DropoutStreams, inherits, is_unmodified
 from fastattn.nn.norm import LayerNorm, RMSNorm
 from fastattn.nn.positional_attention import attention_classes, positions_of
+from fastattn.nn.sharding import SINGLE, ShardedDropout, sharding_of
 
 # Element-wise modules.
 _ACTIVATIONS = (
@@ -85,6 +86,23 @@ class Packing:
         padded = padded.index_copy(0, self.rows, rows)
         return padded.unflatten(0, self._leading)
 
+    def extended(self, rows: Tensor, multiple: int) -> tuple["Packing", Tensor]:
+        """The packing and its rows with one more sequence, of zeros, which makes the number of rows
+        a multiple of `multiple`; unchanged if that is 1.
+        """
+        if multiple == 1:
+            return self, rows
+        extra = -len(rows) % multiple
+        end = self.cu_seqlens[-1:] + extra
+        packing = replace(
+            self,
+            batch=self.batch + 1,
+            longest=max(self.longest, extra),
+            cu_seqlens=torch.cat([self.cu_seqlens, end]),
+            positions=F.pad(self.positions, (0, extra)),
+        )
+        return packing, F.pad(rows, (0, 0, 0, extra))
+
     def padding(self) -> Tensor:
         """Bool `[B, S]`, True where there is no token: torch's key padding mask."""
         return torch.arange(self.length, device=self.lengths.device) >= self.lengths[:, None]
@@ -111,7 +129,10 @@ def can_pack_norm(norm: nn.Module | None) -> bool:
     by dropout in an `nn.Sequential`.
     """
     if norm is not None and is_unmodified(norm, nn.Sequential):
-        return all(is_unmodified(child, nn.Dropout) or can_pack_norm(child) for child in norm)  # type: ignore[attr-defined]
+        return all(
+            is_unmodified(child, nn.Dropout, ShardedDropout) or can_pack_norm(child)
+            for child in norm  # type: ignore[attr-defined]
+        )
     return norm is None or is_unmodified(norm, nn.LayerNorm, LayerNorm, nn.RMSNorm, RMSNorm)
 
 
@@ -121,6 +142,8 @@ def can_pack(layer: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
     The linear layers may have other weights (parametrizations) but must be linear layers: another
     module in their place might read neighbouring rows.
     """
+    if (sharding := sharding_of(layer)) is not SINGLE:
+        return sharding.can_pack
     if not is_unmodified(layer, *classes) or "_sa_block" in layer.__dict__:
         return False
     if "_ff_block" in layer.__dict__ or "_mha_block" in layer.__dict__:
@@ -168,7 +191,7 @@ def packed_context(
         q, k = positions.rotated(q, k, queries.positions)
         scores = positions.score_options()
     p = float(attention.dropout) if attention.training else 0.0
-    heads = functional.attention_varlen(
+    heads = sharding_of(attention).attention_varlen(
         q,
         k,
         v,
@@ -179,10 +202,10 @@ def packed_context(
         causal="top_left" if causal else False,
         scale=scale_of(attention),
         dropout_p=p,
-        **streams.take(p),
+        **streams.take(p, of="heads"),
         **scores,
     )
-    return heads.flatten(-2)  # type: ignore[union-attr]
+    return heads.flatten(-2)
 
 
 def _numbers(lengths: Lengths, B: int, S: int, name: str) -> list[int]:

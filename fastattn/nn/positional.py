@@ -30,12 +30,15 @@ class _PositionalEncoding(nn.Module):
         if not x.is_floating_point():
             raise TypeError(f"x must be floating, got {x.dtype}")
         if isinstance(offset, Tensor):
-            if offset.dtype not in (torch.int32, torch.int64) or offset.numel() != 1:
+            S = x.shape[-2]
+            if offset.dtype not in (torch.int32, torch.int64) or (
+                offset.numel() != 1 and offset.shape != (S,)
+            ):
                 raise ValueError(
-                    f"offset must be an integer or int64 [1], got {offset.dtype} "
+                    f"offset must be an integer, int64 [1] or int64 [{S}], got {offset.dtype} "
                     f"{list(offset.shape)}"
                 )
-            if x.shape[-2] > 1:
+            if S > 1 and offset.shape != (S,):
                 offset = offset + torch.arange(x.shape[-2], device=offset.device)
             return self.dropout(x + table.index_select(0, offset).to(x.dtype))
         given: Any = offset
@@ -99,8 +102,9 @@ class SinusoidalPositionalEncoding(_PositionalEncoding):
     def forward(self, x: Tensor, *, offset: int | Tensor = 0) -> Tensor:
         """x `[..., S, d_model]` with the rows of its positions added.
 
-        offset: number of earlier positions, for incremental decoding. An int64 tensor `[1]` is read
-        only on the device and not checked, so that a step can be captured as a CUDA graph.
+        offset: number of earlier positions, for incremental decoding, or the S positions. A tensor,
+        int64 `[1]` or `[S]`, is read only on the device and not checked, so that a step can be
+        captured as a CUDA graph.
         """
         return self._add(x, self.table, offset)
 

@@ -31,6 +31,7 @@ from fastattn.nn.layers import (
 from fastattn.nn.packing import Packing, can_pack, can_pack_norm, refuse_padding_masks
 from fastattn.nn.positional_attention import set_positions, share_positions
 from fastattn.nn.relative import PositionKind, make_positions
+from fastattn.nn.sharding import SINGLE, sharding_of
 
 
 class TransformerEncoder(DropIn, nn.TransformerEncoder):
@@ -67,7 +68,8 @@ class TransformerEncoder(DropIn, nn.TransformerEncoder):
             mask, src_key_padding_mask, src.dtype, "mask", "src_key_padding_mask"
         )
         is_causal = detect_causal(mask, is_causal, src, self.layers[0].self_attn.batch_first)
-        output = src
+        sharding = sharding_of(self)
+        output = sharding.split(src)
         for layer in self.layers:
             masks = mask, padding
             if not (
@@ -79,7 +81,7 @@ class TransformerEncoder(DropIn, nn.TransformerEncoder):
             output = layer(
                 output, src_mask=masks[0], is_causal=is_causal, src_key_padding_mask=masks[1]
             )
-        return output if self.norm is None else self.norm(output)
+        return sharding.gather(output if self.norm is None else self.norm(output))
 
     def _forward_lengths(
         self,
@@ -108,9 +110,16 @@ class TransformerEncoder(DropIn, nn.TransformerEncoder):
         )
 
     def _forward_packed(self, rows: Tensor, packing: Packing, causal: bool) -> Tensor:
+        sharding, total = sharding_of(self), len(rows)
+        packing, rows = packing.extended(rows, sharding.row_multiple)
+        rows = sharding.split(rows)
         for layer in self.layers:
-            rows = packed_encoder_layer(layer, rows, packing, causal)
-        return rows if self.norm is None else self.norm(rows)
+            if sharding is SINGLE:
+                rows = packed_encoder_layer(layer, rows, packing, causal)
+            else:  # its weights are gathered around its forward
+                rows = layer(rows, is_causal=causal, packing=packing)
+        rows = sharding.gather(rows if self.norm is None else self.norm(rows))
+        return rows if len(rows) == total else rows[:total]
 
 
 class TransformerDecoder(IncrementalDecoding, DropIn, nn.TransformerDecoder):
@@ -171,10 +180,11 @@ class TransformerDecoder(IncrementalDecoding, DropIn, nn.TransformerDecoder):
                 memory_is_causal,
             )
             return target.zero_padding(output)
-        output = tgt
         tgt_is_causal = detect_causal(
             tgt_mask, tgt_is_causal, tgt, self.layers[0].self_attn.batch_first
         )
+        sharding = sharding_of(self)
+        output, memory = sharding.split(tgt), sharding.shared(memory)
         for layer in self.layers:
             output = layer(
                 output,
@@ -186,7 +196,7 @@ class TransformerDecoder(IncrementalDecoding, DropIn, nn.TransformerDecoder):
                 tgt_is_causal=tgt_is_causal,
                 memory_is_causal=memory_is_causal,
             )
-        return output if self.norm is None else self.norm(output)
+        return sharding.gather(output if self.norm is None else self.norm(output))
 
     def _can_pack(
         self, mask: Tensor | None, causal: bool, memory_mask: Tensor | None, memory_causal: bool
@@ -204,9 +214,17 @@ class TransformerDecoder(IncrementalDecoding, DropIn, nn.TransformerDecoder):
     def _forward_packed(
         self, rows: Tensor, memory: Tensor, target: Packing, source: Packing, causal: bool
     ) -> Tensor:
+        sharding, total = sharding_of(self), len(rows)
+        target, rows = target.extended(rows, sharding.row_multiple)
+        source, memory = source.extended(memory, sharding.row_multiple)
+        rows, memory = sharding.split(rows), sharding.shared(memory)
         for layer in self.layers:
-            rows = packed_decoder_layer(layer, rows, memory, target, source, causal)
-        return rows if self.norm is None else self.norm(rows)
+            if sharding is SINGLE:
+                rows = packed_decoder_layer(layer, rows, memory, target, source, causal)
+            else:  # its weights are gathered around its forward
+                rows = layer(rows, memory, tgt_is_causal=causal, packings=(target, source))
+        rows = sharding.gather(rows if self.norm is None else self.norm(rows))
+        return rows if len(rows) == total else rows[:total]
 
 
 class Transformer(DropIn, nn.Transformer):

@@ -36,6 +36,7 @@ from fastattn.nn.positional_attention import set_positions
 from fastattn.nn.power_norm import PowerNorm, TokenBatchNorm, real_tokens
 from fastattn.nn.relative import AttentionPositions, make_positions
 from fastattn.nn.scoring import SCORES, ScoredMultiheadAttention
+from fastattn.nn.sharding import TokenModelParts, sharding_of
 
 from .data import PAD, Batch, SpecialTokens
 from .pointer_generator import PointerGenerator
@@ -388,16 +389,16 @@ class Seq2SeqTransformer(nn.Module):
         Targets need no padding mask: padding is on the right, where the causal mask hides it from
         every real token, and the loss ignores its rows.
         """
-        real = target_in != self.config.pad
-        usual = self._memory_views == 1 and set(self._memory_numbers) <= {
-            self.config.encoder_layers
-        }
-        if usual and self.copying is None:
-            with self._norms_skip_padding(source_padding, real):
+        if self._reads_last_layer() and self.copying is None:
+            sharding = sharding_of(self)
+            source, target_in, source_padding, *starts = sharding.batch(
+                source, target_in, source_padding, self.config.pad
+            )
+            with self._norms_skip_padding(source_padding, target_in != self.config.pad):
                 hidden = self.transformer(
-                    self.embed_source(source),
-                    self.embed_target(target_in),
-                    tgt_mask=_causal_mask(target_in),
+                    self.embed_source(source, start=starts[0]),
+                    self.embed_target(target_in, start=starts[1]),
+                    tgt_mask=_causal_mask(target_in, sharding.key_shards),
                     tgt_is_causal=True,
                     src_key_padding_mask=source_padding,
                     memory_key_padding_mask=source_padding,
@@ -430,11 +431,43 @@ class Seq2SeqTransformer(nn.Module):
             return f"has a {type(self.transformer).__module__}.Transformer"
         if self.copying is not None:
             return "copies source tokens"
-        if self._memory_views > 1 or set(self._memory_numbers) != {self.config.encoder_layers}:
+        if not self._reads_last_layer():
             return f"reads the encoder's layers {self.config.memory_layers}"
         if self.config.norm not in ("layer", "rms"):
             return f"has {self.config.norm} norms"
+        if sharding_of(self).key_shards > 1:
+            return "divides sequences among processes"
         return None
+
+    def parallel_parts(self) -> TokenModelParts:
+        """What `fastattn.distributed.parallelize` divides among processes."""
+        refused = {}
+        if self.config.decoder != "autoregressive":
+            refused = dict.fromkeys(("data", "tensor", "context"), "predicts tokens in parallel")
+        elif not self._reads_last_layer():
+            why = f"reads the encoder's layers {self.config.memory_layers}"
+            refused = dict.fromkeys(("tensor", "context"), why)
+        elif self.copying is not None:
+            refused = dict.fromkeys(("vocabulary", "context"), "copies source tokens")
+        rows = ("embedding.weight", "target_embedding.weight", "head.weight", "head_bias")
+        known = dict(self.named_parameters(remove_duplicate=False)) | dict(self.named_buffers())
+        dropouts = [
+            f"{name}.dropout"
+            for name in ("positions", "target_positions")
+            if getattr(self, name) is not None
+        ]
+        return TokenModelParts(
+            transformer="transformer",
+            vocabulary=tuple(name for name in rows if name in known),
+            dropouts=tuple(dropouts),
+            methods=("forward_packed",),
+            refused=refused,
+        )
+
+    def _reads_last_layer(self) -> bool:
+        """Whether every decoder layer reads the last encoder layer alone."""
+        last = {self.config.encoder_layers}
+        return self._memory_views == 1 and set(self._memory_numbers) <= last
 
     def encode(self, source: Tensor, source_padding: Tensor) -> Memory:
         """Return the inputs of the decoder's layers."""
@@ -475,9 +508,10 @@ class Seq2SeqTransformer(nn.Module):
                 x = layer(x, read, **masks)
             return x if decoder.norm is None else decoder.norm(x)
 
-    def embed_source(self, source: Tensor) -> Tensor:
+    def embed_source(self, source: Tensor, *, start: int | Tensor = 0) -> Tensor:
+        """Embed source ids [B, S] at positions `start`, `start + 1`, ..."""
         norm = self.source_norm if self.config.embedding_norm else None
-        return self._embed(self.embedding, self.positions, norm, source)
+        return self._embed(self.embedding, self.positions, norm, source, start=start)
 
     def embed_target(self, target: Tensor, *, start: int | Tensor = 0) -> Tensor:
         """Embed target ids [B, T] at positions `start`, `start + 1`, ...
@@ -493,7 +527,7 @@ class Seq2SeqTransformer(nn.Module):
         """Return logits [B, T, vocabulary]. A copying head needs the memory, and its logits are
         log-probabilities.
         """
-        weight = self._head_weight()
+        weight, hidden = self._head_weight(), sharding_of(self).shared(hidden)
         if self.config.head_scale != 1.0:
             hidden = hidden * self.config.head_scale
         logits = linear(hidden, weight, self.head_bias if self.config.head_bias else None)
@@ -546,7 +580,7 @@ class Seq2SeqTransformer(nn.Module):
             if norm is None:
                 return x  # after dropout
         x = x if norm is None else norm(x)
-        return F.dropout(x, self.config.dropout, self.training)
+        return sharding_of(self).dropout(x, self.config.dropout, self.training)
 
 
 def _check_transformer_class(config: ModelConfig, transformer_class: type[nn.Transformer]) -> None:
@@ -659,9 +693,10 @@ def _use_scoring(transformer: nn.Transformer, scoring: str) -> None:
                 setattr(parent, name, scored)
 
 
-def _causal_mask(target_in: Tensor) -> Tensor:
+def _causal_mask(target_in: Tensor, key_shards: int = 1) -> Tensor:
+    """The mask that torch's `is_causal` refers to; with several shards of keys, its shape alone."""
     length = target_in.shape[1]
-    blocked = torch.ones(length, length, dtype=torch.bool, device=target_in.device)
+    blocked = torch.ones(length, length * key_shards, dtype=torch.bool, device=target_in.device)
     return blocked.triu(1)
 
 

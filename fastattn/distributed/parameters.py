@@ -1,0 +1,191 @@
+"""Weights of a parallel model: parts, shards, and whole local tensors while a module runs.
+
+A weight whose rows are several blocks, such as those of query, key and value in `in_proj_weight`,
+becomes one parameter for each block, `in_proj_weight_part0` and so on, because a process needs the
+same share of every block. Names and full shapes of the parts do not depend on the mesh.
+`join_parts` and `split_parts` convert state dicts from and to PyTorch's names.
+
+Outside a module's forward its parameters are DTensors. While it runs, its weights are this
+process's plain tensors, under their usual names: `LocalWeights` puts them there.
+"""
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+_PART = re.compile(r"(.*)_part(\d+)")
+
+
+def part_name(name: str, index: int) -> str:
+    return f"{name}_part{index}"
+
+
+def split_parts(state: Mapping[str, Tensor], blocks: Mapping[str, int]) -> dict[str, Tensor]:
+    """A state dict with PyTorch's names -> that of a parallel model. The parts are views.
+
+    blocks: the names of divided weights -> their number of parts, see `weight_blocks`.
+    """
+    result = {}
+    for name, tensor in state.items():
+        if name not in blocks:
+            result[name] = tensor
+            continue
+        for index, part in enumerate(tensor.chunk(blocks[name])):
+            result[part_name(name, index)] = part
+    return result
+
+
+def join_parts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Reverts `split_parts`, for tensors or DTensors that are replicated."""
+    parts: dict[str, dict[int, Tensor]] = {}
+    result: dict[str, Any] = {}
+    for name, tensor in state.items():
+        if (found := _PART.fullmatch(name)) is None:
+            result[name] = tensor
+            continue
+        name, index = found[1], int(found[2])
+        result[name] = None  # keeps the order
+        parts.setdefault(name, {})[index] = tensor
+    for name, tensors in parts.items():
+        result[name] = torch.cat([tensors[index] for index in range(len(tensors))])
+    return result
+
+
+def weight_blocks(model: nn.Module) -> dict[str, int]:
+    """The weights of a model that `parallelize` divides into parts -> the number of their parts,
+    by their PyTorch names; of a model before or after `parallelize`.
+    """
+    blocks: dict[str, int] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{name}." if name else ""
+        for weight, count in module_blocks(module).items():
+            blocks[prefix + weight] = count
+    return blocks
+
+
+def module_blocks(module: nn.Module) -> dict[str, int]:
+    """`weight_blocks` of the parameters that belong to the module itself or to its `linear1`."""
+    blocks = {}
+    if isinstance(module, nn.MultiheadAttention):
+        for name in ("in_proj_weight", "in_proj_bias"):
+            if _has(module, name):
+                blocks[name] = 3
+    if isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
+        gated = type(module.activation).__name__ == "GatedActivation"
+        for name in ("weight", "bias"):
+            if gated and _has(module.linear1, name):
+                blocks[f"linear1.{name}"] = 2
+    return blocks
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    parameters = module._parameters
+    return parameters.get(name) is not None or part_name(name, 0) in parameters
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The whole weights of a parallel model on every process, with PyTorch's names.
+
+    Every process of the mesh calls it. The tensors are copies on the model's device.
+    """
+    state: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        state[name] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+    return join_parts(state)
+
+
+@dataclass
+class LocalWeights:
+    """Puts this process's plain tensors in place of the parameters of some modules.
+
+    parameters: (module, name, whether the gradients of the processes along "tensor" are summed);
+    joined: (module, name, number of parts); buffers: (module, name, how to take the share).
+    """
+
+    parameters: list[tuple[nn.Module, str, bool]] = field(default_factory=list)
+    joined: list[tuple[nn.Module, str, int]] = field(default_factory=list)
+    buffers: list[tuple[nn.Module, str, Callable[[Tensor], Tensor]]] = field(default_factory=list)
+    _replaced: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        self.place()
+        try:
+            yield
+        finally:
+            self.restore()
+
+    def place(self) -> None:
+        for module, name, summed in self.parameters:
+            parameter: Any = module._parameters[name]
+            placements = [Partial()] if summed else parameter.placements
+            self._replace(module, name, parameter.to_local(grad_placements=placements))
+        for module, name, count in self.joined:
+            parts = [module._parameters[part_name(name, index)] for index in range(count)]
+            self._replace(module, name, torch.cat(parts))  # type: ignore[arg-type]
+        for module, name, share in self.buffers:
+            buffer = module._buffers[name]
+            self._replaced.append((module._buffers, name, buffer))
+            module._buffers[name] = share(buffer)  # type: ignore[arg-type]
+
+    def restore(self) -> None:
+        while self._replaced:
+            table, name, before = self._replaced.pop()
+            table[name] = before
+
+    def _replace(self, module: nn.Module, name: str, tensor: Tensor) -> None:
+        self._replaced.append((module._parameters, name, module._parameters[name]))
+        module._parameters[name] = tensor  # type: ignore[assignment]
+
+    def attach(self, module: nn.Module) -> None:
+        """Around every forward of `module`, inside the hooks of FSDP."""
+        module.register_forward_pre_hook(lambda *_: self.place())
+        module.register_forward_hook(lambda *_: self.restore(), prepend=True, always_call=True)
+
+    def attach_method(self, module: nn.Module, name: str) -> None:
+        """Around another method that runs the module."""
+        method = getattr(module, name)
+
+        @functools.wraps(method)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            with self.in_place():
+                return method(*args, **kwargs)
+
+        setattr(module, name, wrapped)
+
+
+def parts_of(module: nn.Module) -> list[tuple[nn.Module, str, int]]:
+    """The weights of which the module holds parts, as in `LocalWeights.joined`."""
+    found = [match for name in module._parameters if (match := _PART.fullmatch(name))]
+    return [(module, name, count) for name, count in Counter(m[1] for m in found).items()]
+
+
+def divide(module: nn.Module, name: str, count: int) -> None:
+    """Replaces a parameter by its `count` parts; their values are copies."""
+    parameter: Any = module._parameters[name]
+    for index, part in enumerate(parameter.detach().chunk(count)):
+        copy = nn.Parameter(part.clone(), requires_grad=parameter.requires_grad)
+        module.register_parameter(part_name(name, index), copy)
+    module._parameters[name] = None
+
+
+def shard(module: nn.Module, name: str, mesh: Any, dim: int | None) -> None:
+    """Makes a parameter a DTensor on the mesh of "tensor": replicated, or a shard along `dim`."""
+    from torch.distributed.tensor import Shard
+
+    parameter: Any = module._parameters[name]
+    local = parameter.detach()
+    if dim is not None:
+        size = local.shape[dim] // mesh.size()
+        local = local.narrow(dim, mesh.get_local_rank() * size, size).clone()
+    placements = [Replicate() if dim is None else Shard(dim)]
+    sharded = DTensor.from_local(local, mesh, placements, run_check=False)
+    module._parameters[name] = nn.Parameter(sharded, requires_grad=parameter.requires_grad)

@@ -423,9 +423,15 @@ def check_probability(name: str, p: float) -> float:
 
 
 def check_dropout(
-    p: float, seed: Tensor | None, stream: int, device: torch.device, second_p: float = 0.0
+    p: float,
+    seed: Tensor | None,
+    stream: int,
+    device: torch.device,
+    second_p: float = 0.0,
+    *,
+    takes_origin: bool = False,
 ) -> Tensor | None:
-    """The seed to use, None where nothing is dropped."""
+    """The seed to use, None where nothing is dropped. takes_origin: as attention's may have one."""
     if type(p) is float and p == 0.0 == second_p and seed is None and type(stream) is int:
         if 0 <= stream < SECOND_STREAM:  # without dropout: 0.4 us less than the checks below
             return None
@@ -435,14 +441,32 @@ def check_dropout(
         raise ValueError(f"dropout_stream must be >= 0 and < 2 ** 31, got {stream}")
     if seed is not None:
         check_tensor("dropout_seed", seed)
-        if seed.dtype != torch.int64 or seed.shape != (1,):
-            raise ValueError(f"dropout_seed must be int64 [1], got {seed.dtype} {sizes(seed)}")
+        has_origin = takes_origin and seed.shape == (5,)
+        if seed.dtype != torch.int64 or not (has_origin or seed.shape == (1,)):
+            wanted = "int64 [1]"
+            if takes_origin:
+                wanted += ", or [5] with the index of the first sequence, head, query and key"
+            raise ValueError(f"dropout_seed must be {wanted}, got {seed.dtype} {sizes(seed)}")
         check_device("dropout_seed", seed, device)
+        if has_origin:
+            seed = seed.contiguous()
+            _check_dropout_origin(seed)
     if p == 0.0 and second_p == 0.0:
         return None
     if seed is not None:
         return seed
     return draw_seed(device)
+
+
+def _check_dropout_origin(seed: Tensor) -> None:
+    """Kernels round the index of the first query and key down to a multiple of 16."""
+    if is_on_host(seed):
+        query, key = seed[3:].tolist()
+        if query % 16 or key % 16:
+            raise ValueError(
+                "dropout_seed must have multiples of 16 as the index of the first query and key, "
+                f"got {query} and {key}"
+            )
 
 
 def check_rows(name: str, x: Tensor) -> None:

@@ -184,7 +184,10 @@ def attention(
         relative_max_distance: the distance from which on T5's last bucket is used.
         dropout_p: the probability of dropping a weight, in steps of 1/256.
         dropout_seed: int64 [1] on q's device; None draws one from PyTorch's random generator. Calls
-            with the same seed and stream drop the same weights.
+            with the same seed and stream drop the same weights. int64 [5] holds the seed and the
+            index of this call's first sequence, query head, query and key in a larger attention:
+            the call drops what that attention drops there. The indices of the query and the key
+            must be multiples of 16.
         dropout_stream: gives calls that share a seed different dropout; 0 <= stream < 2 ** 31.
         return_lse: whether to also return the logsumexp of each query's scores, [B, H, M], fp32
             (fp64 for fp64 inputs), differentiable.
@@ -241,7 +244,7 @@ def attention(
             alibi_slopes, softcap, sinks, relative_bias, relative_buckets, relative_max_distance,
             causal=code, B=B, M=M, N=N, q=q,
         )  # fmt: skip
-    seed = check_dropout(dropout_p, dropout_seed, dropout_stream, q.device)
+    seed = check_dropout(dropout_p, dropout_seed, dropout_stream, q.device, takes_origin=True)
     if block_table is not None:
         check_block_table(block_table, k, key_lengths, float(dropout_p))
         refuse_gradients(
@@ -356,7 +359,8 @@ def attention_varlen(
         alibi_slopes, softcap, sinks, relative_bias, relative_buckets, relative_max_distance: as in
             `attention`; distances are those inside a sequence.
         scale, dropout_p, dropout_seed, dropout_stream, return_lse, backend: as in `attention`. The
-            dropout bits are those of a batch of padded sequences.
+            dropout bits are those of a batch of padded sequences; in a seed of 5 numbers the
+            indices of the query and the key are those inside every sequence.
 
     Returns:
         out [T, H, E], or (out, lse [H, T]). Rows beyond the last offset have out 0, lse -inf and
@@ -377,7 +381,7 @@ def attention_varlen(
             alibi_slopes, softcap, sinks, relative_bias, relative_buckets, relative_max_distance,
             causal=code, B=cu_seqlens_q.shape[0] - 1, M=max_seqlen_q, N=max_seqlen_k, q=q,
         )  # fmt: skip
-    seed = check_dropout(dropout_p, dropout_seed, dropout_stream, q.device)
+    seed = check_dropout(dropout_p, dropout_seed, dropout_stream, q.device, takes_origin=True)
     out, lse = _attention_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, distance_bias, sinks, cap,
         code, left, right, scale, float(dropout_p), seed, dropout_stream, backend=backend,
@@ -513,7 +517,7 @@ def add_layer_norm(
         residual: x's shape, in any floating dtype, which is also the dtype of y and z.
         weight, bias: [N] or None. x_bias: [N] or None, the bias of the projection that computed x.
         eps: finite, >= 0.
-        dropout_p, dropout_seed, dropout_stream: as in `attention`.
+        dropout_p, dropout_seed, dropout_stream: as in `attention`, the seed int64 [1].
         return_sum: whether to return (y, z); pre-norm Transformers pass z on as the next residual.
         backend: as in `attention`.
     """
@@ -583,7 +587,7 @@ def ffn(
         activation: relu, gelu, gelu_tanh, silu, or gated (act(gate) * up; Shazeer 2020): reglu,
             geglu, swiglu.
         dropout_p, output_dropout_p: for the activations, and for the output before the residual is
-            added. dropout_seed, dropout_stream: as in `attention`.
+            added. dropout_seed, dropout_stream: as in `attention`, the seed int64 [1].
         residual: [..., D'] in any floating dtype, which is then the result's, or None.
         backend: as in `attention`.
     """

@@ -204,9 +204,15 @@ inline void set_options(Problem& a, const Options& options, int64_t longest_quer
   if (a.dropout.threshold > 0) {
     STD_TORCH_CHECK(options.dropout_seed.has_value(),
                     "dropout_seed must be given when dropout_p > 0");
-    const int64_t seed =
-        *data_of<const int64_t>(*options.dropout_seed, "dropout_seed", 1, ScalarType::Long);
+    const bool has_origin = options.dropout_seed->numel() == dropout::kSeedAndOrigin;
+    const int64_t* numbers =
+        data_of<const int64_t>(*options.dropout_seed, "dropout_seed",
+                               has_origin ? dropout::kSeedAndOrigin : 1, ScalarType::Long);
+    const int64_t seed = numbers[0];
     const uint32_t stream = static_cast<uint32_t>(options.dropout_stream);
+    if (has_origin) {
+      a.dropout.origin = dropout::origin_of(numbers);
+    }
     a.dropout.scale = dropout::keep_scale(a.dropout.threshold);
     a.dropout.row_key = dropout::stream_key(dropout::kRowTag, seed, stream);
     a.dropout.column_key = dropout::stream_key(dropout::kColumnTag, seed, stream);

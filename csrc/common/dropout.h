@@ -7,6 +7,9 @@
 // 8} x columns {c, c + 8} inside blocks of 16. Row-wise ops (norms, feed-forward) use one word per
 // four consecutive columns. fastattn/ops/_dropout.py is the same arithmetic in torch. All of it is
 // modulo 2^32.
+//
+// Attention's seed may have an origin: the index of the call's first sequence, head, query and key
+// in a larger attention, whose bits at these positions it draws.
 #pragma once
 
 #include <cstdint>
@@ -85,10 +88,28 @@ FASTATTN_PURE int lattice_bit(uint32_t position) {
   return static_cast<int>(position / 8 % 2);
 }
 
+// The numbers of attention's seed: itself, and the origin behind it.
+constexpr int kSeedAndOrigin = 5;
+
+// What is added to a call's sequences, heads, and units of rows and columns.
+struct Origin {
+  uint32_t b = 0, h = 0, row_unit = 0, column_unit = 0;
+};
+// The units of the multiple of 16 at or below a position.
+FASTATTN_PURE uint32_t units_before(int64_t position) {
+  return static_cast<uint32_t>(position >> 4) * 8;
+}
+// numbers: kSeedAndOrigin.
+FASTATTN_PURE Origin origin_of(const int64_t* numbers) {
+  return {static_cast<uint32_t>(numbers[1]), static_cast<uint32_t>(numbers[2]),
+          units_before(numbers[3]), units_before(numbers[4])};
+}
+
 FASTATTN_PURE uint32_t attention_byte(int64_t seed, uint32_t stream, uint32_t b, uint32_t h,
-                                      uint32_t i, uint32_t j) {
-  const uint32_t row = row_key(seed, stream, b, h, lattice_unit(i));
-  const uint32_t column = column_key(seed, stream, lattice_unit(j));
+                                      uint32_t i, uint32_t j, const Origin& origin) {
+  const uint32_t row =
+      row_key(seed, stream, origin.b + b, origin.h + h, origin.row_unit + lattice_unit(i));
+  const uint32_t column = column_key(seed, stream, origin.column_unit + lattice_unit(j));
   return byte_of(word(row, column), 2 * lattice_bit(i) + lattice_bit(j));
 }
 

@@ -4,6 +4,9 @@ One 32-bit hash decides four weights, one byte each. In attention these are the 
 {r, r + 8} x columns {c, c + 8} of a 16 x 16 block, which one thread holds in a tensor-core
 fragment. Row-wise ops use one hash for four neighbouring columns. csrc/common/dropout.h has the
 same arithmetic (modulo 2^32) in C++; tests compare the two.
+
+Attention's seed may have an origin: int64 [5] holds the seed, and the index of the first sequence,
+head, query and key in a larger attention. The bits are those at these positions.
 """
 
 import torch
@@ -65,14 +68,30 @@ def column_key(seed: Tensor, stream: int, unit: Tensor) -> Tensor:
     return absorb(stream_key(COLUMN_TAG, seed, stream), unit)
 
 
+def _from_origin(
+    seed: Tensor, b: Tensor, h: Tensor, row_unit: Tensor, column_unit: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The seed without its origin, and the indices in the larger attention. `absorb` takes them
+    modulo 2^32, so that sequences and heads repeat after 2^32, queries and keys after 2^33.
+    """
+    if seed.shape[0] == 1:
+        return seed, b, h, row_unit, column_unit
+    first_b, first_h, first_row, first_column = seed[1:].unbind()
+    row_unit = row_unit + (first_row >> 4) * 8  # of the multiple of 16 at or below it
+    column_unit = column_unit + (first_column >> 4) * 8
+    return seed[:1], b + first_b, h + first_h, row_unit, column_unit
+
+
 def attention_keep(seed: Tensor, stream: int, p: float, B: int, H: int, M: int, N: int) -> Tensor:
     """Which attention weights are kept: bool [B, H, M, N] on the seed's device."""
     b = torch.arange(B, device=seed.device).view(B, 1, 1)
     h = torch.arange(H, device=seed.device).view(1, H, 1)
     i = torch.arange(M, device=seed.device)
     j = torch.arange(N, device=seed.device)
-    rows = row_key(seed, stream, b, h, i // 16 * 8 + i % 8)  # [B, H, M]
-    columns = column_key(seed, stream, j // 16 * 8 + j % 8)  # [N]
+    units = i // 16 * 8 + i % 8, j // 16 * 8 + j % 8
+    seed, b, h, row_unit, column_unit = _from_origin(seed, b, h, *units)
+    rows = row_key(seed, stream, b, h, row_unit)  # [B, H, M]
+    columns = column_key(seed, stream, column_unit)  # [N]
     word = finalise(rows[..., None] ^ columns)  # [B, H, M, N]
     index = 2 * (i // 8 % 2)[:, None] + (j // 8 % 2)  # [M, N]
     return (word >> (8 * index)) & 0xFF >= threshold(p)
@@ -119,14 +138,17 @@ def attention_dropped(
     first_row: int = 0,
 ) -> Tensor:
     """Which attention weights are dropped: bool [B, H, M, N]. first, first_head, first_row: the
-    first indices of the batch, of the heads and of the rows, the last one a multiple of 16.
+    first indices of the batch, of the heads and of the rows, the last one a multiple of 16; they
+    are added to the seed's origin.
     """
     b = torch.arange(first, first + B, device=seed.device).view(B, 1, 1)
     h = torch.arange(first_head, first_head + H, device=seed.device).view(1, H, 1)
     R, C = (M + 15) // 16, (N + 15) // 16
-    units = torch.arange(first_row // 2, first_row // 2 + 8 * R, device=seed.device)
-    rows = row_key(seed, stream, b, h, units)
-    columns = column_key(seed, stream, torch.arange(8 * C, device=seed.device))
+    row_unit = torch.arange(first_row // 2, first_row // 2 + 8 * R, device=seed.device)
+    column_unit = torch.arange(8 * C, device=seed.device)
+    seed, b, h, row_unit, column_unit = _from_origin(seed, b, h, row_unit, column_unit)
+    rows = row_key(seed, stream, b, h, row_unit)
+    columns = column_key(seed, stream, column_unit)
     bytes_ = _finalised_words(rows, columns).view(torch.uint8).view(B, H, R, 8, C, 8, 2, 2)
     dropped = bytes_.permute(0, 1, 2, 6, 3, 4, 7, 5) <= threshold(p) - 1
     return dropped.reshape(B, H, 16 * R, 16 * C)[:, :, :M, :N]

@@ -3,6 +3,8 @@
 # Kernels are in Triton's language: no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -91,18 +93,55 @@ def drop(x, keep, keep_factor):
 # -- attention: one word for a unit of rows {r, r + 8} and one of columns {c, c + 8} --------------
 
 
-@triton.jit
-def dropout_row_base(seed_ptr, stream, b, h):
-    """The base from which `unit_keys` computes the keys of rows."""
-    rows = stream_key(ROW_TAG, seed_ptr, stream, False)
-    return absorb(absorb(rows, b.to(tl.uint32)), h.to(tl.uint32))
+class AttentionSeed(NamedTuple):
+    """Attention's dropout seed: a tensor on the host, a pointer in kernels. origin: the same if the
+    seed has an origin, else None, so that kernels for seeds without one have no instruction for it.
+    """
+
+    ptr: Any
+    origin: Any
+
+
+class Base(NamedTuple):
+    """The base of the keys of rows or columns: their hash up to the units, the first unit."""
+
+    key: Any
+    first_unit: Any
 
 
 @triton.jit
-def dropout_bases(seed_ptr, stream, b, h):
+def units_before(position):
+    """The units of the multiple of 16 at or below an int64 position."""
+    return ((position >> 4) * 8).to(tl.uint32)
+
+
+@triton.jit
+def dropout_row_base(seed, stream, b, h):
+    """For `unit_keys` of rows. seed: AttentionSeed."""
+    b = b.to(tl.uint32)
+    h = h.to(tl.uint32)
+    first_unit = tl.full([], 0, tl.uint32)
+    if seed.origin is not None:
+        b += tl.load(seed.origin + 1).to(tl.uint32)
+        h += tl.load(seed.origin + 2).to(tl.uint32)
+        first_unit = units_before(tl.load(seed.origin + 3))
+    rows = stream_key(ROW_TAG, seed.ptr, stream, False)
+    return Base(absorb(absorb(rows, b), h), first_unit)
+
+
+@triton.jit
+def dropout_column_base(seed, stream):
+    """For `unit_keys` of columns."""
+    first_unit = tl.full([], 0, tl.uint32)
+    if seed.origin is not None:
+        first_unit = units_before(tl.load(seed.origin + 4))
+    return Base(stream_key(COLUMN_TAG, seed.ptr, stream, False), first_unit)
+
+
+@triton.jit
+def dropout_bases(seed, stream, b, h):
     """(row base, column base) for `unit_keys`."""
-    rows = dropout_row_base(seed_ptr, stream, b, h)
-    return rows, stream_key(COLUMN_TAG, seed_ptr, stream, False)
+    return dropout_row_base(seed, stream, b, h), dropout_column_base(seed, stream)
 
 
 @triton.jit
@@ -110,7 +149,8 @@ def unit_keys(base, start, UNITS: tl.constexpr):
     """Keys of the UNITS units of the 2 * UNITS rows or columns from start (a multiple of 16) on.
     `begin` is applied to them here, which saves a step for each word.
     """
-    return begin(absorb(base, (start // 2 + tl.arange(0, UNITS)).to(tl.uint32)))
+    units = (start // 2 + tl.arange(0, UNITS)).to(tl.uint32) + base.first_unit
+    return begin(absorb(base.key, units))
 
 
 @triton.jit
@@ -121,12 +161,12 @@ def unit_rows(start, UNITS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["stream", "units"])
-def column_keys_kernel(seed_ptr, keys_ptr, stream, units, BLOCK: tl.constexpr):
+def column_keys_kernel(seed, keys_ptr, stream, units, BLOCK: tl.constexpr):
     """Keys of all column units. Batches, heads and rows share them; without this kernel every
     thread would hash its columns' keys for every tile, as much work as the words themselves.
     """
     start = tl.program_id(0) * BLOCK
-    keys = unit_keys(stream_key(COLUMN_TAG, seed_ptr, stream, False), 2 * start, BLOCK)
+    keys = unit_keys(dropout_column_base(seed, stream), 2 * start, BLOCK)
     unit = start + tl.arange(0, BLOCK)
     tl.store(keys_ptr + unit, keys.to(tl.int32, bitcast=True), mask=unit < units)
 
@@ -171,7 +211,8 @@ def kept_by_word(word, rows, columns, threshold):
 @triton.jit
 def line_keys(base, lines):
     """As unit_keys, for each of any rows or columns; those of a unit have the same key."""
-    return begin(absorb(base, (lines // 16 * 8 + lines % 8).to(tl.uint32)))
+    units = (lines // 16 * 8 + lines % 8).to(tl.uint32) + base.first_unit
+    return begin(absorb(base.key, units))
 
 
 @triton.jit

@@ -1,5 +1,6 @@
 """Dropout in every op: which weights are dropped, by which seed and stream."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -39,6 +40,70 @@ def test_attention_drops_the_mask(backend: str) -> None:
     keep = dropout_mask(_seed(77), 5, p, (B, H, M, N))
     assert torch.equal(weights != 0, keep)
     torch.testing.assert_close(weights, keep * torch.tensor(256 / (256 - 77) / N))
+
+
+_PARTS = 4
+
+
+def _parts(
+    axis: str, seed: Tensor, q: Tensor, k: Tensor, v: Tensor
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """q, k, v and the dropout seed of each part."""
+    of_q, of_k, place = {
+        "sequences": (0, 0, 1), "heads": (1, 1, 2), "queries": (2, None, 3), "keys": (None, 2, 4),
+    }[axis]  # fmt: skip
+    queries = [q] * _PARTS if of_q is None else q.chunk(_PARTS, of_q)
+    keys, values = ([x] * _PARTS if of_k is None else x.chunk(_PARTS, of_k) for x in (k, v))
+    first = 0
+    for q_part, k_part, v_part in zip(queries, keys, values, strict=True):
+        origin = [first if n == place else 0 for n in range(1, 5)]
+        yield q_part, k_part, v_part, torch.cat([seed, seed.new_tensor(origin)])
+        dim = place - 1 if place < 4 else 2
+        first += (q_part if place < 4 else k_part).shape[dim]
+
+
+def _joined(axis: str, parts: list[Tensor], lses: list[Tensor]) -> Tensor:
+    if axis != "keys":
+        return torch.cat(parts, {"sequences": 0, "heads": 1, "queries": 2}[axis])
+    lse = torch.stack(lses)
+    weights = torch.exp(lse - torch.logsumexp(lse, 0))
+    return (torch.stack(parts) * weights[..., None]).sum(0)
+
+
+@pytest.mark.parametrize("backend", backends_of("attention"))
+@pytest.mark.parametrize("axis", ["sequences", "heads", "queries", "keys"])
+def test_parts_drop_what_the_whole_drops(axis: str, backend: str) -> None:
+    """With an origin, a quarter of an attention drops the same pairs as the whole; the quarters
+    have its results and gradients.
+    """
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((4, 8, 64, 32), (4, 4, 64, 32), (4, 4, 64, 64))
+    q, k, v = (torch.randn(shape, generator=generator) for shape in shapes)
+    dout = torch.randn(4, 8, 64, 64, generator=generator)
+    inputs = [x.to(DEVICE).requires_grad_() for x in (q, k, v)]
+    options = {"return_lse": True, **_dropout(77, 5, 0.3), "backend": backend}
+    options["dropout_seed"] = seed = options["dropout_seed"].to(DEVICE)
+    if fastattn.explain("attention", *inputs, **options).chosen != backend:
+        pytest.skip("does not run this call")
+
+    def parts(q: Tensor, k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        found = [
+            fastattn.attention(*x, **options | {"dropout_seed": own})
+            for *x, own in _parts(axis, seed, q, k, v)
+        ]
+        return [out for out, _ in found], [lse for _, lse in found]
+
+    out, _ = fastattn.attention(*inputs, **options)
+    joined = _joined(axis, *parts(*inputs))
+    torch.testing.assert_close(joined, out)
+    gradients, wanted = (torch.autograd.grad(x, inputs, dout.to(DEVICE)) for x in (joined, out))
+    torch.testing.assert_close(gradients, wanted)
+
+    q, k = (torch.zeros_like(x) for x in inputs[:2])
+    v = torch.eye(64, device=DEVICE).expand(4, 4, 64, 64).contiguous()
+    dropped = _joined(axis, *parts(q, k, v)) == 0  # with v the identity, of every pair
+    keep = dropout_mask(seed.cpu(), 5, 0.3, (4, 8, 64, 64))
+    assert torch.equal(dropped.cpu(), ~keep)
 
 
 @pytest.mark.parametrize("backend", backends_of("add_layer_norm"))
@@ -124,6 +189,19 @@ def test_a_given_seed_draws_nothing() -> None:
     x = torch.ones(3, 4, device=DEVICE)
     fastattn.add_layer_norm(x, x)
     assert torch.equal(generator.get_rng_state(), state), "nor does p = 0"
+
+
+def test_an_origin_must_be_a_multiple_of_16() -> None:
+    q = torch.ones(1, 1, 4, 8)
+    with pytest.raises(ValueError, match="must have multiples of 16 as the index"):
+        fastattn.attention(q, q, q, dropout_p=0.1, dropout_seed=torch.tensor([1, 3, 3, 0, 8]))
+
+
+def test_only_attention_takes_an_origin() -> None:
+    x = torch.ones(4, 8, device=DEVICE)
+    seed = torch.zeros(5, dtype=torch.int64, device=DEVICE)
+    with pytest.raises(ValueError, match=r"must be int64 \[1\], got torch.int64 \[5\]"):
+        fastattn.add_layer_norm(x, x, dropout_p=0.1, dropout_seed=seed)
 
 
 def test_new_seeds() -> None:

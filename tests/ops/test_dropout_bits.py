@@ -21,6 +21,11 @@ def _seed(value: int) -> Tensor:
     return torch.tensor([value], dtype=torch.int64)
 
 
+@pytest.fixture(scope="module")
+def host() -> ModuleType:
+    return pytest.importorskip("fastattn._host", reason="part of development installs only")
+
+
 # Fixed values: a change of the definition changes all stored results of seeded calls.
 KNOWN_WORDS = {0: 0, 1: 0x688990C0, 0x12345678: 0xF5E71C96, 0xFFFFFFFF: 0x6768824A}
 KNOWN_BYTES = {
@@ -53,6 +58,28 @@ def test_masks_follow_the_definition(seed: int, stream: int) -> None:
         assert torch.equal(keep, torch.tensor(rows) >= t)
         keep = dropout_mask(_seed(seed), stream + 2**31, p, (M, N))
         assert torch.equal(keep, torch.tensor(output_rows) >= t)
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [(1, 2, 16, 48), (2**32 - 1, 2**32 + 3, 2**33 - 16, 2**40), (-1, 2**63 - 1, -(2**63), -32)],
+)
+def test_an_origin_moves_the_mask(host: ModuleType, origin: tuple[int, int, int, int]) -> None:
+    """Sequences and heads count modulo 2^32, queries and keys modulo 2^33."""
+    (B, H, M, N), (b0, h0, i0, j0), p = (2, 2, 19, 35), origin, 0.3
+    written = [
+        [[[attention_byte(-7, 3, b0 + b, h0 + h, i0 + i, j0 + j) for j in range(N)]
+          for i in range(M)] for h in range(H)] for b in range(B)
+    ]  # fmt: skip
+    keep = torch.tensor(written) >= bits.threshold(p)
+    seed = torch.tensor([-7, *origin])
+    assert torch.equal(dropout_mask(seed, 3, p, (B, H, M, N)), keep)
+    assert torch.equal(bits.attention_dropped(seed, 3, p, B, H, M, N), ~keep)
+    assert torch.equal(
+        bits.attention_dropped(seed, 3, p, 1, 1, 3, N, first=1, first_head=1, first_row=16),
+        ~keep[1:, 1:, 16:],
+    )
+    assert host.attention_bytes([-7, *origin], 3, B, H, M, N).tolist() == written
 
 
 def test_rows_beyond_32_bits() -> None:
@@ -120,6 +147,8 @@ def test_threshold(p: float, t: int) -> None:
     [
         (torch.tensor([1], dtype=torch.int32), (2, 3), "seed must be int64"),
         (torch.tensor(1), (2, 3), r"seed must be int64 \[1\]"),
+        (torch.zeros(5, dtype=torch.int64), (2, 3), r"seed must be int64 \[1\]"),
+        (torch.zeros(2, dtype=torch.int64), (1, 1, 2, 3), r"or \[5\] for attention"),
         (_seed(1), (2, 3, 4), r"shape must be \[B, H, M, N\] or \[rows, N\]"),
     ],
 )
@@ -222,16 +251,12 @@ def test_fast_bits_equal_the_definition(p: float) -> None:
 
 
 # -- in C++ ---------------------------------------------------------------------------------------
-@pytest.fixture(scope="module")
-def host() -> ModuleType:
-    return pytest.importorskip("fastattn._host", reason="part of development installs only")
-
-
 def test_known_vectors_in_cpp(host: ModuleType) -> None:
     """Published bits: a change changes what a saved seed reproduces."""
     assert host.finalise(1) == 0x688990C0 == finalise(1)
     assert [host.row_byte(42, 7, 5, c) for c in range(8)] == [204, 34, 21, 20, 147, 163, 158, 249]
-    found = [host.attention_byte(42, 7, 1, 2, i, j) for i in (0, 8) for j in (3, 11)]
+    seed = [42, 0, 0, 0, 0]
+    found = [host.attention_byte(seed, 7, 1, 2, i, j) for i in (0, 8) for j in (3, 11)]
     assert found == [127, 58, 68, 254]
 
 
@@ -245,9 +270,8 @@ def test_cpp_follows_the_definition(host: ModuleType) -> None:
         assert host.absorb(x, y) == absorb(x, y)
         assert host.row_key(seed, stream, b, h, i) == key(ROW_TAG, seed, stream, b, h, i)
         assert host.column_key(seed, stream, j) == key(COLUMN_TAG, seed, stream, j)
-        assert host.attention_byte(seed, stream, b, h, i, j) == attention_byte(
-            seed, stream, b, h, i, j
-        )
+        found = host.attention_byte([seed, 0, 0, 0, 0], stream, b, h, i, j)
+        assert found == attention_byte(seed, stream, b, h, i, j)
         assert host.row_byte(seed, stream, row, column) == row_byte(seed, stream, row, column)
 
 
@@ -257,7 +281,7 @@ def test_cpp_and_torch_draw_the_same_bits(host: ModuleType, seed: int) -> None:
     t, tensor = host.threshold(p), torch.tensor([seed])
     rows = torch.from_numpy(host.row_bytes(seed, stream, 19, 37))
     assert torch.equal(bits.row_keep(tensor, stream, p, 19, 37), rows >= t)
-    attention = torch.from_numpy(host.attention_bytes(seed, stream, 2, 3, 35, 50))
+    attention = torch.from_numpy(host.attention_bytes([seed, 0, 0, 0, 0], stream, 2, 3, 35, 50))
     assert torch.equal(bits.attention_keep(tensor, stream, p, 2, 3, 35, 50), attention >= t)
 
 

@@ -58,6 +58,7 @@ def example_inputs(
             "mask": data(4, 1, length + 3),
             "key_lengths": torch.tensor([length, 3]),
         }
+        dropout["dropout_seed"] = torch.tensor([11, 1, 3, 32, 16])
         return inputs | {"causal": "bottom_right", "return_lse": True} | dropout
     if op == "attention_varlen":  # heads first
         inputs = {

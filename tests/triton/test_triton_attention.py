@@ -407,11 +407,11 @@ def test_rows_beyond_query_lengths_are_not_computed(
 
 
 @triton.jit
-def _kept_kernel(out_ptr, x_ptr, seed_ptr, stream, least, b, h, start, KIND: tl.constexpr):
+def _kept_kernel(out_ptr, x_ptr, seed, stream, least, b, h, start, KIND: tl.constexpr):
     """Drops elements of a tile [32, 64] of ones with one of the functions for it."""
     rows = tl.arange(0, 32)[:, None]
     columns = tl.arange(0, 64)[None, :]
-    row_base, column_base = bits.dropout_bases(seed_ptr, stream, b, h)
+    row_base, column_base = bits.dropout_bases(seed, stream, b, h)
     row_keys = bits.unit_keys(row_base, start, 16)
     column_keys = bits.unit_keys(column_base, start, 32)
     offs = rows * 64 + columns
@@ -439,15 +439,19 @@ def _kept_kernel(out_ptr, x_ptr, seed_ptr, stream, least, b, h, start, KIND: tl.
     ],
     ids=str,
 )
-def test_dropout_bits_are_those_of_the_definition(kind: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("origin", [(), (2**32 - 2, 2**35 + 1, 2**33 - 32, -16)], ids=str)
+def test_dropout_bits_are_those_of_the_definition(
+    kind: str, dtype: torch.dtype, origin: tuple[int, ...]
+) -> None:
     """On both sides of a threshold of 128, and where bytes have no value below or above it."""
     if kind == "zero" and not _env.architecture("cuda", 0).startswith("sm_"):
         pytest.skip("an instruction of NVIDIA's")
-    seed, stream, b, h, start = torch.tensor([(5 << 40) + 77]), 3, 1, 2, 32
+    seed, stream, b, h, start = torch.tensor([(5 << 40) + 77, *origin]), 3, 1, 2, 32
+    given = launch.attention_seed(seed.to(DEVICE))
     x, out = (torch.ones(32, 64, dtype=dtype, device=DEVICE) for _ in range(2))
     for p in (0.001, 0.1, 0.496, 0.5, 0.504, 0.9, 0.999):
         numbers = (stream, threshold(p), b, h, start)
-        _kept_kernel[(1,)](out, x, seed.to(DEVICE), *numbers, KIND=kind)
+        _kept_kernel[(1,)](out, x, given, *numbers, KIND=kind)
         keep = attention_keep(seed, stream, p, 2, 3, 64, 96)[b, h, start:, start:]
         assert torch.equal(out.cpu() == 1.0, keep) and torch.equal(out.cpu() == 0.0, ~keep)
 

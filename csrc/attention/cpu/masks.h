@@ -448,11 +448,16 @@ class TileDropout {
     if (threshold_ == 0) {
       return;
     }
-    head_key_ = dropout::absorb(dropout::absorb(a.dropout.row_key, static_cast<uint32_t>(b)),
-                                static_cast<uint32_t>(h));
+    // Copies, which the stores below cannot change: the loop is vectorised.
+    const dropout::Origin origin = a.dropout.origin;
+    const uint32_t column_key = a.dropout.column_key;
+    row_origin_ = origin.row_unit;
+    head_key_ =
+        dropout::absorb(dropout::absorb(a.dropout.row_key, origin.b + static_cast<uint32_t>(b)),
+                        origin.h + static_cast<uint32_t>(h));
     for (int j = 0; j < kTileKeys; ++j) {
       const uint32_t key = static_cast<uint32_t>(first_key + j);
-      columns_[j] = dropout::absorb(a.dropout.column_key, dropout::lattice_unit(key));
+      columns_[j] = dropout::absorb(column_key, origin.column_unit + dropout::lattice_unit(key));
       shifts_[j] = 8 * static_cast<uint32_t>(dropout::lattice_bit(key));
     }
   }
@@ -479,14 +484,14 @@ class TileDropout {
   // A row counted from the tile's first one.
   Row row(int i) const {
     const uint32_t position = static_cast<uint32_t>(first_row_ + i);
-    return {*this, dropout::absorb(head_key_, dropout::lattice_unit(position)),
+    return {*this, dropout::absorb(head_key_, row_origin_ + dropout::lattice_unit(position)),
             16 * static_cast<uint32_t>(dropout::lattice_bit(position))};
   }
 
  private:
   uint32_t threshold_;
   int first_row_;
-  uint32_t head_key_ = 0;
+  uint32_t head_key_ = 0, row_origin_ = 0;
   uint32_t columns_[kTileKeys], shifts_[kTileKeys];
 };
 

@@ -13,6 +13,7 @@
 #include <limits>
 
 #include "attention/key_range.h"
+#include "common/dropout.h"
 #include "common/dtype.h"
 #include "common/tensor_view.h"
 #include "cpu/dispatch.h"
@@ -101,6 +102,7 @@ struct Dropout {
   int threshold = 0;  // 0: no dropout
   float scale = 1.0f;
   uint32_t row_key = 0, column_key = 0;  // hashed up to the stream
+  dropout::Origin origin;
 };
 
 // One entry of the batch: where its rows begin, how many it has, and its causal or window bounds.

@@ -145,12 +145,13 @@ def make_inputs(
     sinks: float | None = None,
     relative: tuple[str, int, int] | None = None,
     dropout_p: float = 0.0,
+    origin: tuple[int, ...] = (),
     amplitude: float = 1.0,
     key_amplitude: float = 1.0,
     poison: bool = True,
     prepared: bool = False,
 ) -> Inputs:
-    """alibi, softcap, sinks, relative: as in `make_scores`."""
+    """alibi, softcap, sinks, relative: as in `make_scores`. origin: of the dropout bits."""
     N = M if N is None else N
     K = H if K is None else K
     q = _tensor(generator, dtype, layout, B, H, M, D)
@@ -174,7 +175,7 @@ def make_inputs(
     if dropout_p > 0:
         inputs |= {
             "dropout_p": dropout_p,
-            "dropout_seed": torch.tensor([_SEED]),
+            "dropout_seed": torch.tensor([_SEED, *origin]),
             "dropout_stream": 7,
         }
     if prepared:

@@ -47,10 +47,11 @@ def make_inputs(
     sinks: float | None = None,
     relative: tuple[str, int, int] | None = None,
     dropout_p: float = 0.0,
+    origin: tuple[int, ...] = (),
     **options: Any,
 ) -> Inputs:
     """slack: rows after the last sequence. longer: added to the maximum lengths. alibi, softcap,
-    sinks, relative: as in `make_scores`.
+    sinks, relative: as in `make_scores`. origin: of the dropout bits.
     """
     keys = queries if keys is None else keys
     K = H if K is None else K
@@ -75,7 +76,7 @@ def make_inputs(
     }
     inputs |= make_scores(generator, dtype, len(queries), H, alibi, softcap, sinks, relative)
     if dropout_p:
-        seed = torch.tensor([_SEED])
+        seed = torch.tensor([_SEED, *origin])
         inputs |= {"dropout_p": dropout_p, "dropout_seed": seed, "dropout_stream": 1}
     return inputs
 
@@ -121,6 +122,8 @@ SAMPLES = (
     _s("loose_bounds", "upper bounds need not be tight", queries=[33, 65], longer=70),
     _s("dropout", "bits depend on positions in the sequence", "interpreter", queries=[65, 40],
        dropout_p=0.25, causal=True),
+    _s("dropout_origin", "bits of a part of a larger batch", "interpreter", queries=[33, 20],
+       H=4, K=2, dropout_p=0.25, causal=True, origin=(3, 8, 16, 32)),
     _s("no_sequences", "an empty batch", queries=[]),
     _s("scale_negative", "the order of scores is reversed", queries=[33, 20], scale=-0.3),
     _s("alibi", "distances inside a sequence", "interpreter", queries=[65, 20, 0, 33], causal=True,

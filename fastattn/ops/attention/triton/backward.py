@@ -25,6 +25,8 @@ from fastattn.ops.attention.triton.launch import (
     Packed,
     Workspace,
     architecture,
+    attention_seed,
+    has_origin,
     heads_first,
     length_tensors,
     score_tensors,
@@ -74,7 +76,8 @@ def _run(
         return
     dout, dlse, q, k, v, mask, mask_tiles = reduced[:7]
     out, lse, needs, lengths = reduced.out, reduced.lse, reduced.needs, length_tensors(reduced)
-    changes, dropout_stream = score_tensors(reduced), reduced.dropout_stream
+    changes, stream = score_tensors(reduced), reduced.dropout_stream
+    seed = attention_seed(reduced.dropout_seed if reduced.dropout_p > 0.0 else None)
     dq, dk, dv, dmask, *_ = gradients
     addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
     addresses |= 0 if dout is None else dout.data_ptr()
@@ -82,8 +85,8 @@ def _run(
         tiling or architecture(q), q.device, q.dtype, q.shape, q.stride(), k.shape, k.stride(),
         v.shape, v.stride(), out.stride(), None if dout is None else dout.stride(), dlse is None,
         signature(mask), signature(mask_tiles), *map(signature, (*lengths, *changes)),
-        *_options(reduced), *needs, dq.stride(), dk.stride(), dv.stride(), dmask.stride(), packed,
-        addresses & 15 == 0,
+        *_options(reduced), has_origin(seed), *needs, dq.stride(), dk.stride(), dv.stride(),
+        dmask.stride(), packed, addresses & 15 == 0,
     )  # fmt: skip
     plan: Plan | None = _plans.get(key)
     if plan is None:
@@ -100,17 +103,16 @@ def _run(
     if plan.classify is not None:
         base_bits, alive, lists_dq, lists_dkdv, *rest = rest
         plan.classify(mask, mask_tiles, lengths, base_bits, alive)
-    seed = reduced.dropout_seed if reduced.dropout_p > 0.0 else None
     row_keys = None if seed is None else workspace[-2]
     column_keys = None
     if plan.hash_columns is not None:
         column_keys = workspace[-1]
-        plan.hash_columns(seed, column_keys, dropout_stream)
+        plan.hash_columns(seed, column_keys, stream)
     if plan.list_dq is not None:
         plan.list_dq(base_bits, lists_dq)
     plan.dq(
         q, k, v, out, dout, k, k, v, v, lse, dlse, lse_delta, dq if needs[0] else None, sink_sums,
-        mask, lists_dq, alive, lengths, changes, seed, column_keys, row_keys, dropout_stream,
+        mask, lists_dq, alive, lengths, changes, seed, column_keys, row_keys, stream,
     )  # fmt: skip
     if sink_sums is not None:
         torch.sum(sink_sums, (0, 2), out=gradients.dsinks)
@@ -120,20 +122,19 @@ def _run(
         launch(
             q, k, v, dout, q, q, dout, dout, lse_delta, dk if writes_dk else None,
             dv if writes_dv else None, mask, lists_dkdv, alive, lengths, changes, seed, row_keys,
-            dropout_stream,
+            stream,
         )  # fmt: skip
     if plan.dmask is not None:
         target = rest[0] if plan.sum_splits is not None else dmask
         plan.dmask(
-            q, k, v, dout, lse_delta, mask, base_bits, lengths, changes, seed, target,
-            dropout_stream,
+            q, k, v, dout, lse_delta, mask, base_bits, lengths, changes, seed, target, stream,
         )  # fmt: skip
         if plan.sum_splits is not None:
             plan.sum_splits(target, dmask)
     if plan.distance is not None and distance_sums is not None:
         plan.distance(
             q, k, v, dout, lse_delta, mask, base_bits, lengths, changes, seed, distance_sums,
-            dropout_stream,
+            stream,
         )  # fmt: skip
         ddistance_bias = gradients.ddistance_bias
         entries = distance_sums.narrow(3, plan.distance_spare, ddistance_bias.shape[2])

@@ -44,7 +44,7 @@ from fastattn.ops.attention.triton.tiles import (
 )  # fmt: skip
 def attention_bwd_distance_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_delta_ptr,
-    mask_ptr, base_bits_ptr, lengths, changes, seed_ptr, sums_ptr, stream,
+    mask_ptr, base_bits_ptr, lengths, changes, seed, sums_ptr, stream,
     stride_q, stride_k, stride_v, stride_do, stride_mask,
     stride_base_b, stride_base_h, base_tiles_n, stride_lengths,
     H, GROUP, M, N, padded_m, batches, per_group, diagonals, first_diagonal, second,
@@ -156,7 +156,7 @@ def attention_bwd_distance_kernel(
                     dp = product(dout, v, CASE.E1, CASE.PRECISION)
                     if CASE.DROPOUT:
                         # Tiles need not begin where units of columns do.
-                        row_base, column_base = dropout_bases(seed_ptr, stream, b, h)
+                        row_base, column_base = dropout_bases(seed, stream, b, h)
                         row_keys, column_keys = line_keys(row_base, i), line_keys(column_base, j)
                         keep = kept_pairs(
                             row_keys[:, None], column_keys[None, :], i[:, None], j[None, :],

@@ -11,10 +11,9 @@ import triton
 import triton.language as tl
 
 from fastattn.ops._triton_dropout import (
-    COLUMN_TAG,
+    dropout_column_base,
     kept_bits,
     negate_dropped,
-    stream_key,
     unit_keys,
     unit_rows,
     zero_dropped,
@@ -257,7 +256,7 @@ def attention_bwd_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, q0_desc, q1_desc, do0_desc, do1_desc,
     lse_delta_ptr, dk_ptr, dv_ptr,
     mask_ptr, lists_ptr, alive_ptr, lengths, changes,
-    seed_ptr, row_keys_ptr, stream,
+    seed, row_keys_ptr, stream,
     stride_q, stride_k, stride_v, stride_do, stride_dk, stride_dv, stride_mask,
     stride_base_b, stride_base_h, base_tiles_m, stride_alive, alive_heads,
     stride_list_b, stride_list_h, stride_list_tile, stride_lengths,
@@ -363,8 +362,7 @@ def attention_bwd_dkdv_kernel(
         column_keys = j
         if CASE.HAS_DOUT and CASE.DROPOUT:
             row_keys = row_keys_ptr + lse_delta_start
-            column_base = stream_key(COLUMN_TAG, seed_ptr, stream, False)
-            column_keys = unit_keys(column_base, n_start, BLOCK_N // 2)
+            column_keys = unit_keys(dropout_column_base(seed, stream), n_start, BLOCK_N // 2)
 
         given = Operands(
             k, v,

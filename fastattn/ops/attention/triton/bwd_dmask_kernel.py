@@ -39,7 +39,7 @@ from fastattn.ops.attention.triton.tiles import (
 )  # fmt: skip
 def attention_bwd_dmask_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_delta_ptr,
-    mask_ptr, base_bits_ptr, lengths, changes, seed_ptr, dmask_ptr, stream,
+    mask_ptr, base_bits_ptr, lengths, changes, seed, dmask_ptr, stream,
     stride_q, stride_k, stride_v, stride_do, stride_mask, stride_split, stride_dmask,
     stride_base_b, stride_base_h, base_tiles_n, stride_lengths,
     H, GROUP, M, N, padded_m,
@@ -128,7 +128,7 @@ def attention_bwd_dmask_kernel(
                 )  # fmt: skip
                 dp = product(dout, v, CASE.E1, CASE.PRECISION)
                 if CASE.DROPOUT:
-                    row_base, column_base = dropout_bases(seed_ptr, stream, b, h)
+                    row_base, column_base = dropout_bases(seed, stream, b, h)
                     row_keys = unit_keys(row_base, m_start, BLOCK_M // 2)
                     column_keys = unit_keys(column_base, n_start, BLOCK_N // 2)
                     keep = dropout_kept(

@@ -213,7 +213,7 @@ def attention_bwd_dq_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, k0_desc, k1_desc, v0_desc, v1_desc,
     lse_ptr, dlse_ptr, lse_delta_ptr, dq_ptr, sink_sums_ptr,
     mask_ptr, lists_ptr, alive_ptr, lengths, changes,
-    seed_ptr, column_keys_ptr, row_keys_ptr, stream,
+    seed, column_keys_ptr, row_keys_ptr, stream,
     stride_q, stride_k, stride_v, stride_o, stride_do, stride_dq, stride_mask,
     stride_base_b, stride_base_h, base_tiles_m, stride_alive,
     stride_list_b, stride_list_h, stride_list_tile, stride_lengths,
@@ -285,7 +285,7 @@ def attention_bwd_dq_kernel(
 
     row_keys = i
     if CASE.HAS_DOUT and CASE.DROPOUT:
-        row_base = dropout_row_base(seed_ptr, stream, b, h)
+        row_base = dropout_row_base(seed, stream, b, h)
         row_keys = unit_keys(row_base, m_start, BLOCK_M // 2)
         first_rows = unit_rows(m_start, BLOCK_M // 2)
         row_keys_ptr += lse_delta_start

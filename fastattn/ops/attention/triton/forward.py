@@ -20,9 +20,11 @@ from fastattn.ops.attention.triton.launch import (
     Packed,
     Workspace,
     architecture,
+    attention_seed,
     descriptor_templates,
     facts_of,
     fits_descriptor,
+    has_origin,
     heads_first,
     length_tensors,
     row_strides_in_units,
@@ -122,11 +124,11 @@ def _run(
         return
     q, k, v, mask, mask_tiles = call[:5]
     lengths, changes = length_tensors(call), score_tensors(call)
-    dropout_seed, stream = call.dropout_seed, call.dropout_stream
+    seed, stream = attention_seed(call.dropout_seed), call.dropout_stream
     key = (
         config or architecture(q), q.device, q.dtype, q.shape, q.stride(), k.shape, k.stride(),
         v.shape, v.stride(), out.stride(), signature(mask), signature(mask_tiles),
-        *map(signature, (*lengths, table, *changes)), *_options(call),
+        *map(signature, (*lengths, table, *changes)), *_options(call), has_origin(seed),
         (k.data_ptr() | v.data_ptr()) & 15 == 0,
     )  # fmt: skip
     plan = _plans.get(key)
@@ -138,10 +140,10 @@ def _run(
         plan.list_tiles(mask if mask_tiles is None else mask_tiles, lists)
     if plan.hash_columns is not None:
         keys = workspace[-1]
-        plan.hash_columns(dropout_seed, keys, stream)
+        plan.hash_columns(seed, keys, stream)
     plan.attend(
         q, k, v, k, v, mask, lists, lengths, table, changes,
-        None if keys is None else dropout_seed, keys, out, lse, stream,
+        None if keys is None else seed, keys, out, lse, stream,
     )  # fmt: skip
 
 
@@ -259,11 +261,12 @@ def attention_varlen_fwd(
     if lse.numel() == 0:
         return
     q, k, v, offsets_q, offsets_k, *sizes = call[:7]
-    changes, dropout_seed, dropout_stream = score_tensors(call), *call[-2:]
+    changes, seed, stream = score_tensors(call), attention_seed(call.dropout_seed), call[-1]
     key = (
         architecture(q), q.device, q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.shape,
         v.stride(), out.stride(), signature(offsets_q), signature(offsets_k), *sizes,
-        *map(signature, changes), *_options(call), (k.data_ptr() | v.data_ptr()) & 15 == 0,
+        *map(signature, changes), *_options(call), has_origin(seed),
+        (k.data_ptr() | v.data_ptr()) & 15 == 0,
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
@@ -273,8 +276,8 @@ def attention_varlen_fwd(
     keys = None
     if plan.hash_columns is not None:
         keys = workspace[-1]
-        plan.hash_columns(dropout_seed, keys, dropout_stream)
+        plan.hash_columns(seed, keys, stream)
     plan.attend(
         q, k, v, k, v, None, None, LengthTensors(offsets_k, offsets_q), None, changes,
-        None if keys is None else dropout_seed, keys, out, lse, dropout_stream,
+        None if keys is None else seed, keys, out, lse, stream,
     )  # fmt: skip

@@ -71,7 +71,7 @@ def clear_rows(out_ptr, stride_om, lse_ptr, begin, end, step, CASE: tl.constexpr
 def attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, k_desc, v_desc,
     mask_ptr, lists_ptr, lengths, block_table_ptr, changes,
-    seed_ptr, column_keys_ptr, out_ptr, lse_ptr, stream,
+    seed, column_keys_ptr, out_ptr, lse_ptr, stream,
     stride_q, stride_k, stride_v, stride_o, stride_mask,
     stride_list_b, stride_list_h, stride_list_tile, inner, stride_lengths, stride_table,
     H, GROUP, M, N, rows, batch_heads, swizzle_group,
@@ -178,7 +178,7 @@ def attention_fwd_kernel(
     acc = row_zeros(BLOCK_M, CASE.E0, CASE.E1)
     row_keys = i
     if CASE.DROPOUT:
-        row_base = dropout_row_base(seed_ptr, stream, b, h)
+        row_base = dropout_row_base(seed, stream, b, h)
         row_keys = unit_keys(row_base, m_start, BLOCK_M // 2)
 
     row_begin = i

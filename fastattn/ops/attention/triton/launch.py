@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastattn.ops import _env
+from fastattn.ops._triton_dropout import AttentionSeed
 from fastattn.ops._triton_launch import DTYPES, DescriptorTemplate, descriptor_template, too_old
 from fastattn.ops.attention.calls import (
     BackwardCall,
@@ -242,6 +243,14 @@ def length_tensors(call: ForwardCall | BackwardCall) -> LengthTensors:
 
 def score_tensors(call: ForwardCall | PackedForwardCall | BackwardCall) -> ScoreTensors:
     return ScoreTensors(call.sinks, call.distance_bias)
+
+
+def attention_seed(seed: Tensor | None) -> AttentionSeed | None:
+    return None if seed is None else AttentionSeed(seed, seed if seed.shape[0] > 1 else None)
+
+
+def has_origin(seed: AttentionSeed | None) -> bool:
+    return seed is not None and seed.origin is not None
 
 
 def heads_first(x: Any) -> Any:

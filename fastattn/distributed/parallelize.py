@@ -181,10 +181,12 @@ def _refusals(
             yield f"{name} must not normalise over tokens, got {type(module).__name__}"
     for name, layer in pieces.layers():
         if T > 1 or sizes["context"] > 1:
-            yield from _layer_refusals(name, layer, T)
+            by_heads = sizes["context"] if plan.context == "all_to_all" else 1
+            yield from _layer_refusals(name, layer, T, by_heads)
 
 
-def _layer_refusals(name: str, layer: Any, T: int) -> Iterator[str]:
+def _layer_refusals(name: str, layer: Any, T: int, P: int) -> Iterator[str]:
+    """P: the number of processes that share the heads of an attention by all-to-all."""
     kinds = (TransformerEncoderLayer, TransformerDecoderLayer)
     if not is_unmodified(layer, *kinds):
         wanted = " or ".join(kind.__name__ for kind in kinds)
@@ -206,6 +208,11 @@ def _layer_refusals(name: str, layer: Any, T: int) -> Iterator[str]:
             yield (
                 f"{name}.{child} must have heads that {_processes(T)} divide, "
                 f"got {attention.num_heads}"
+            )
+        elif attention.num_heads // T % P:
+            yield (
+                f'{name}.{child} must have heads that "tensor" and "context", {T} x {P}, divide '
+                f'for context="all_to_all", got {attention.num_heads}'
             )
     if fused_activation(layer.linear1, layer.activation, layer.dropout, layer.linear2) is None:
         yield (
@@ -390,6 +397,12 @@ class _Changes:
             batch_first=self.pieces.batch_first,
             method=self.plan.context,
             vocabulary=divided,
+            max_length=parts.max_length,
+            attention_dropout=any(
+                module.dropout > 0.0
+                for module in model.modules()
+                if isinstance(module, nn.MultiheadAttention)
+            ),
         )
         for name in parts.dropouts:
             dropout: Any = model.get_submodule(name)

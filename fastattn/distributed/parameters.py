@@ -96,10 +96,24 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
     Every process of the mesh calls it. The tensors are copies on the model's device.
     """
-    state: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        state[name] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
-    return join_parts(state)
+    return full_tensors(model.state_dict())
+
+
+def full_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of a parallel model's weights, or of their gradients or optimizer state, by name: the
+    whole tensors on every process, with PyTorch's names. Every process of the mesh calls it.
+    """
+    return join_parts({name: _full(tensor) for name, tensor in state.items()})
+
+
+def _full(tensor: Any) -> Tensor:
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor.clone()
+    for dim in range(tensor.device_mesh.ndim):  # one after the other: DTensor warns otherwise
+        placements = [Replicate()] * (dim + 1) + list(tensor.placements[dim + 1 :])
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local().clone()
 
 
 @dataclass

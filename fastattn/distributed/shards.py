@@ -5,8 +5,9 @@ and, with `rows`, a share of the rows of the residual stream. Along "context" it
 every sequence, along "data" of the sequences.
 """
 
+import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +15,10 @@ from torch.nn import functional as F
 
 from fastattn import functional
 from fastattn.distributed import collectives
+from fastattn.distributed.blocks import DROPOUT_TILE
 from fastattn.distributed.collectives import Group
+from fastattn.distributed.context import context_parallel_attention
+from fastattn.distributed.sequence import chunk_count, chunks_of, shard_sequence
 from fastattn.functional import new_dropout_seed
 from fastattn.nn.sharding import Sharding, dropout_and_sum
 
@@ -49,7 +53,7 @@ class StackSharding(Sharding):
     rows: bool
     batch_first: bool
     packable: bool = False
-    method: str = "ring"
+    method: Literal["ring", "all_to_all"] = "ring"
     balanced: bool = False
     keys_balanced: bool = False
 
@@ -103,8 +107,30 @@ class StackSharding(Sharding):
         step = (index * _SEED_STEP + (1 << 63)) % (1 << 64) - (1 << 63)  # as int64
         return seed + step if index else seed
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        return functional.attention(q, k, v, **options)  # type: ignore[return-value]
+    def positions(self, length: int, device: torch.device) -> Tensor:
+        context = self.place.context
+        chunks = chunks_of(context.size, context.rank, self.balanced)
+        size = length // len(chunks)
+        return torch.cat([torch.arange(c * size, (c + 1) * size, device=device) for c in chunks])
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, *, dropout_seed: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        seed = dropout_seed
+        context = self.place.context
+        if context.size == 1:
+            return functional.attention(q, k, v, dropout_seed=seed, **options)  # type: ignore[return-value]
+        return context_parallel_attention(  # type: ignore[return-value]
+            q,
+            k,
+            v,
+            method=self.method,
+            balanced=self.balanced,
+            key_balanced=self.keys_balanced,
+            group=context.group,
+            dropout_seed=seed,
+            **options,
+        )
 
     def dropout(self, x: Tensor, p: float, training: bool) -> Tensor:
         if not training or p == 0.0:
@@ -120,10 +146,13 @@ class StackSharding(Sharding):
 class TokenSharding(StackSharding):
     """The `Sharding` of a model of tokens around a Transformer.
 
-    vocabulary: whether the output head's rows are divided along "tensor".
+    vocabulary: whether the output head's rows are divided along "tensor". max_length: the largest
+    number of positions, if it is limited. attention_dropout: whether attentions have dropout.
     """
 
     vocabulary: bool = False
+    max_length: int | None = None
+    attention_dropout: bool = False
 
     def shared(self, x: Tensor) -> Tensor:
         return collectives.shared(x, self.place.tensor) if self.vocabulary else x
@@ -131,14 +160,45 @@ class TokenSharding(StackSharding):
     def batch(
         self, source: Tensor, target: Tensor, source_padding: Tensor, pad: int
     ) -> tuple[Tensor, Tensor, Tensor, int | Tensor, int | Tensor]:
-        source, target = self.padded(source, pad), self.padded(target, pad)
-        source_padding = self.padded(source_padding, True)
-        return source, target, source_padding, 0, 0
-
-    def padded(self, tokens: Tensor, value: int | bool) -> Tensor:
-        """`[B, S]` with an S that all processes' shards divide."""
-        return F.pad(tokens, (0, -tokens.shape[1] % self.row_multiple), value=value)
+        """Sources are divided contiguously, targets, which attend causally, in balance."""
+        source_at, target_at = self._positions(source, False), self._positions(target, True)
+        return (
+            self._shard(source, pad, False),
+            self._shard(target, pad, True),
+            self._padded(source_padding, True, False),
+            source_at,
+            target_at,
+        )
 
     def targets(self, targets: Tensor, ignore_index: int) -> Tensor:
         """The targets of this process's logits."""
-        return self.padded(targets, ignore_index)
+        return self._shard(targets, ignore_index, True)
+
+    def _multiple(self, balanced: bool) -> int:
+        """What has to divide the length of a sequence."""
+        P, method = self.place.context.size, self.method
+        if P == 1:
+            return self.row_multiple
+        # Dropout bits of attention belong to tiles.
+        tile = DROPOUT_TILE if method == "ring" and self.attention_dropout else 1
+        return math.lcm(chunk_count(P, balanced) * tile, P * self.row_multiple)
+
+    def _padded(self, tokens: Tensor, value: int | bool, balanced: bool) -> Tensor:
+        extra = -tokens.shape[1] % self._multiple(balanced)
+        return F.pad(tokens, (0, extra), value=value)
+
+    def _shard(self, tokens: Tensor, value: int | bool, balanced: bool) -> Tensor:
+        tokens, context = self._padded(tokens, value, balanced), self.place.context
+        if context.size == 1:
+            return tokens
+        return shard_sequence(tokens, 1, balanced=balanced, group=context.group)
+
+    def _positions(self, tokens: Tensor, balanced: bool) -> int | Tensor:
+        """The positions of this process's tokens; padding has that of the last token."""
+        length = tokens.shape[1]
+        if self.max_length is not None and length > self.max_length:
+            raise ValueError(f"sequences must have at most {self.max_length} tokens, got {length}")
+        if length % self._multiple(balanced) == 0 and self.place.context.size == 1:
+            return 0
+        at = torch.arange(length, device=tokens.device)[None]
+        return self._shard(at, length - 1, balanced)[0]

@@ -461,6 +461,7 @@ class Seq2SeqTransformer(nn.Module):
             vocabulary=tuple(name for name in rows if name in known),
             dropouts=tuple(dropouts),
             methods=("forward_packed",),
+            max_length=self.config.max_length if self.config.positions in ENCODINGS else None,
             refused=refused,
         )
 

@@ -1,5 +1,6 @@
 """Models on meshes of four gloo processes: training equals that of one process."""
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -75,7 +76,7 @@ def trained_like_one_process(
         Plan,
         clip_grad_norm_,
         full_state_dict,
-        join_parts,
+        full_tensors,
         loss_sum,
         parallelize,
         sum_over_data,
@@ -99,11 +100,7 @@ def trained_like_one_process(
         loss = loss_sum(model, logits, target_out, smoothing=SMOOTHING, ignore_index=0) / total
         loss.backward()
         if not losses:
-            found = {
-                name: p.grad.full_tensor()  # type: ignore[union-attr]
-                for name, p in model.named_parameters()
-            }
-            found = join_parts(found)
+            found = full_tensors({n: p.grad for n, p in model.named_parameters()})  # type: ignore[misc]
             assert found.keys() == gradients.keys()
             for name, gradient in gradients.items():
                 torch.testing.assert_close(found[name], gradient, atol=1e-6, rtol=1e-4)
@@ -116,6 +113,7 @@ def trained_like_one_process(
     assert [(name, x.shape) for name, x in state.items()] == weights
 
 
+# -- plans -----------------------------------------------------------------------------------------
 def data_alone() -> None:
     trained_like_one_process({"data": 4})
 
@@ -128,5 +126,57 @@ def data_and_tensor() -> None:
     trained_like_one_process({"data": 2, "tensor": 2})
 
 
+def context_alone() -> None:
+    trained_like_one_process({"context": 4})
+
+
+def context_by_heads() -> None:
+    trained_like_one_process({"context": 4}, context="all_to_all")
+
+
+def data_and_context() -> None:
+    trained_like_one_process({"data": 2, "context": 2})
+
+
+def tensor_and_context() -> None:
+    trained_like_one_process({"context": 2, "tensor": 2})
+
+
 def test_of_four() -> None:
-    in_processes(data_alone, tensor_alone, data_and_tensor)
+    in_processes(
+        data_alone,
+        tensor_alone,
+        data_and_tensor,
+        context_alone,
+        context_by_heads,
+        data_and_context,
+        tensor_and_context,
+        other_models,
+    )
+
+
+# -- options ---------------------------------------------------------------------------------------
+def other_models() -> None:
+    """Gradients of the first and the second loss, of models with other options."""
+    post = replace(SMALL, norm_first=False, activation="swiglu", positions="t5", tied=False)
+    rms = replace(SMALL, norm="rms", positions="alibi", bias=False, tied="target")
+    wide = replace(
+        SMALL, positions="rotary", head_dim=None, target_vocabulary=64, tied="target",
+        head_bias=True, padding_gradient=False, embedding_norm=True, head_scale=0.5,
+    )  # fmt: skip
+    learned = replace(
+        SMALL, positions="learned", shared_positions=False, final_norm=False, activation="gelu",
+        tied="embeddings", head_dim=6,
+    )  # fmt: skip
+    both = {"data": 2, "tensor": 2}
+    trained_like_one_process(both, post, 2)
+    trained_like_one_process(both, rms, 2, sequence=False)
+    trained_like_one_process(both, wide, 2, vocabulary=False)
+    trained_like_one_process({"tensor": 2, "data": 2}, learned, 2)
+    copying = replace(SMALL, copy=True, memory_layers="same", activation="geglu_tanh")
+    trained_like_one_process({"data": 4}, copying, 2)
+    crossed = {"tensor": 2, "context": 2}
+    trained_like_one_process(crossed, post, 2, sequence=False)
+    trained_like_one_process(crossed, rms, 2, context="all_to_all")
+    trained_like_one_process(crossed, wide, 2)
+    trained_like_one_process({"context": 2, "data": 2}, learned, 2)

@@ -4,11 +4,15 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from support import in_processes, needs_distributed
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from fastattn import nn as fnn
+from fastattn.seq2seq.data import Batch
 from fastattn.seq2seq.losses import label_smoothed_cross_entropy
 from fastattn.seq2seq.model import ModelConfig, Seq2SeqTransformer
 
@@ -65,12 +69,62 @@ def alone(config: ModelConfig, steps: int) -> tuple[list[float], dict[str, Tenso
     return losses, first, [(name, x.shape) for name, x in model.state_dict().items()]
 
 
+def shapes_of(model: nn.Module) -> list[tuple[str, torch.Size]]:
+    return [(name, x.shape) for name, x in model.state_dict().items()]
+
+
+def shapes_of_parts(config: ModelConfig) -> list[tuple[str, torch.Size]]:
+    """Names and shapes in checkpoints of any mesh; conversions are exact."""
+    from fastattn.distributed import join_parts, split_parts, weight_blocks
+
+    plain = make_model(config)
+    state = plain.state_dict()
+    parts = split_parts(state, weight_blocks(plain))
+    again = join_parts(parts)
+    assert list(again) == list(state)
+    assert all(torch.equal(again[name], x) for name, x in state.items())
+    return [(name, x.shape) for name, x in parts.items()]
+
+
 def mesh_of(**sizes: int) -> Any:
     return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
+def forward(
+    model: Seq2SeqTransformer, batch: tuple[Tensor, Tensor, Tensor], packed: bool
+) -> tuple[Tensor, Tensor]:
+    """Logits and targets."""
+    source, target_in, target_out = batch
+    if not packed:
+        return model(source, target_in, source == 0), target_out
+    lengths = [tuple((x != 0).sum(dim=1).tolist()) for x in (source, target_out)]
+    with Launches() as launches:
+        result = model.forward_packed(
+            Batch(source, source == 0, target_in, target_out, 0, *lengths)
+        )
+    assert launches.names.count("fastattn::attention_varlen_fwd") == 6
+    return result
+
+
+class Launches(TorchDispatchMode):
+    """Names of the ops that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
 def trained_like_one_process(
-    sizes: dict[str, int], config: ModelConfig = SMALL, steps: int = 20, **plan: Any
+    sizes: dict[str, int],
+    config: ModelConfig = SMALL,
+    steps: int = 20,
+    *,
+    packed: bool = False,
+    **plan: Any,
 ) -> None:
     from fastattn.distributed import (
         Plan,
@@ -88,16 +142,16 @@ def trained_like_one_process(
     mesh = mesh_of(**sizes)
     report = parallelize(model, mesh, Plan(**plan))
     assert "transformer.encoder.layers.1" in str(report)
+    assert shapes_of(model) == shapes_of_parts(config)
     optimizer = optimizer_of(model)
     torch.manual_seed(3)
     data = sizes.get("data", 1)
     rank = mesh.get_local_rank("data") if "data" in sizes else 0
     losses = []
     for whole in batches(steps):
-        source, target_in, target_out = (x.chunk(data)[rank] for x in whole)
-        logits = model(source, target_in, source == 0)
-        total = sum_over_data(model, (target_out != 0).sum())
-        loss = loss_sum(model, logits, target_out, smoothing=SMOOTHING, ignore_index=0) / total
+        logits, targets = forward(model, tuple(x.chunk(data)[rank] for x in whole), packed)  # type: ignore[arg-type]
+        total = sum_over_data(model, (targets != 0).sum())
+        loss = loss_sum(model, logits, targets, smoothing=SMOOTHING, ignore_index=0) / total
         loss.backward()
         if not losses:
             found = full_tensors({n: p.grad for n, p in model.named_parameters()})  # type: ignore[misc]
@@ -152,6 +206,8 @@ def test_of_four() -> None:
         data_and_context,
         tensor_and_context,
         other_models,
+        stacks,
+        refusals,
     )
 
 
@@ -176,7 +232,119 @@ def other_models() -> None:
     copying = replace(SMALL, copy=True, memory_layers="same", activation="geglu_tanh")
     trained_like_one_process({"data": 4}, copying, 2)
     crossed = {"tensor": 2, "context": 2}
+    trained_like_one_process(both, post, 2, packed=True)
+    trained_like_one_process(both, rms, 2, packed=True, sequence=False)
+    trained_like_one_process({"data": 4}, learned, 2, packed=True)
     trained_like_one_process(crossed, post, 2, sequence=False)
     trained_like_one_process(crossed, rms, 2, context="all_to_all")
     trained_like_one_process(crossed, wide, 2)
     trained_like_one_process({"context": 2, "data": 2}, learned, 2)
+
+
+def stacks() -> None:
+    """nn.Transformer, also with the sequence first, masks, and shards of sequences."""
+    from fastattn.distributed import Plan, full_tensors, parallelize, shard_sequence
+
+    torch.manual_seed(4)
+    tensors = torch.randn(4, 16, 16), torch.randn(4, 8, 16), torch.randn(4, 8, 16)
+    src_mask, padding = (
+        torch.randn(16, 16),
+        torch.zeros(4, 16).masked_fill_(
+            torch.arange(16) >= torch.tensor([[16], [9], [1], [12]]), float("-inf")
+        ),
+    )
+    causal = nn.Transformer.generate_square_subsequent_mask(8)
+    cases: list[tuple[dict[str, int], bool, Any]] = [
+        ({"data": 2, "tensor": 2}, False, Plan()),
+        ({"data": 2, "tensor": 2}, True, Plan(sequence=False)),
+        ({"context": 4}, True, Plan()),
+        ({"tensor": 2, "context": 2}, True, Plan(context="all_to_all")),
+    ]
+    for sizes, batch_first, plan in cases:
+        dim = 1 if batch_first else 0
+        src, tgt, weight = (x.movedim(1, dim) for x in tensors)
+
+        def model_of(batch_first: bool = batch_first) -> fnn.Transformer:
+            torch.manual_seed(5)
+            return fnn.Transformer(
+                16, 4, 1, 2, 32, 0.0, batch_first=batch_first, norm_first=not batch_first
+            )
+
+        options = {"tgt_mask": causal, "tgt_is_causal": True}
+        paddings = {"src_key_padding_mask": padding, "memory_key_padding_mask": padding}
+        plain = model_of()
+        expected = plain(src, tgt, src_mask=src_mask, **options, **paddings)
+        (expected * weight).sum().backward()
+        gradients = {name: p.grad for name, p in plain.named_parameters()}
+
+        model, mesh = model_of(), mesh_of(**sizes)
+        parallelize(model, mesh, plan)
+        if "data" in sizes:
+            rank = mesh.get_local_rank("data")
+            src, tgt, weight, expected = (
+                x.chunk(2, 1 - dim)[rank] for x in (src, tgt, weight, expected)
+            )
+            paddings = {name: x.chunk(2)[rank] for name, x in paddings.items()}
+        rows = src_mask
+        if "context" in sizes:
+            group = mesh.get_group("context")
+            src, rows = (shard_sequence(x, d, group=group) for x, d in ((src, dim), (src_mask, 0)))
+            tgt, weight, expected, options["tgt_mask"] = (
+                shard_sequence(x, d, balanced=True, group=group)
+                for x, d in ((tgt, dim), (weight, dim), (expected, dim), (causal, 0))
+            )
+        result = model(src, tgt, src_mask=rows, **options, **paddings)
+        torch.testing.assert_close(result, expected, atol=2e-5, rtol=1e-4)
+        (result * weight).sum().backward()
+        found = full_tensors({name: p.grad for name, p in model.named_parameters()})  # type: ignore[misc]
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(found[name], gradient, atol=5e-5, rtol=1e-3)
+
+
+def refusals() -> None:
+    from fastattn.distributed import Plan, parallelize
+
+    def refused(model: nn.Module, message: str, plan: Any = None, **sizes: int) -> None:
+        before = dict(model.named_parameters())
+        with pytest.raises((TypeError, ValueError), match=message):
+            parallelize(model, mesh_of(**sizes), plan)
+        after = dict(model.named_parameters())
+        assert before.keys() == after.keys()
+        assert all(before[name] is after[name] for name in before)
+
+    with pytest.raises(ValueError, match=r"context must be one of .* got 'rings'"):
+        Plan(context="rings")  # type: ignore[arg-type]
+    heads = r'encoder.layers.0.self_attn must have heads that the 4 processes of "tensor" divide, '
+    refused(fnn.Transformer(12, 6, 1, 1, 12, 0.0), heads + "got 6", tensor=4)
+    refused(
+        fnn.Transformer(16, 4, 1, 1, 18, 0.0), "decoder.layers.0.linear1 must .* got 18", tensor=4
+    )
+    refused(make_model(replace(SMALL, vocabulary=50)), "embedding.weight must .* got 50", tensor=4)
+    refused(make_model(SMALL), "mesh must have dimensions named among .*'rows'", rows=4)
+    by_heads = Plan(context="all_to_all")
+    wide = replace(SMALL, heads=2)
+    refused(make_model(wide), '"tensor" and "context", 2 x 2', by_heads, tensor=2, context=2)
+    for options, what in (
+        ({"norm": "batch"}, "norm1 must not normalise over tokens, got TokenBatchNorm"),
+        ({"scoring": "cosine"}, "self_attn must be an unmodified attention, got ScoredMulti"),
+        ({"activation": "geglu_tanh"}, "an activation of the op ffn, got GatedActivation"),
+        ({"memory_layers": "same"}, '"tensor" must .* reads the encoder\'s layers same'),
+        ({"copy": True}, '"vocabulary" must .* copies source tokens'),
+    ):
+        refused(make_model(replace(SMALL, **options)), what, tensor=2, data=2)  # type: ignore[arg-type]
+    refused(nn.Transformer(16, 4, 1, 1), r"must be a Transformer.* got torch\.nn", data=4)
+    refused(nn.Linear(2, 2), "must be a Transformer.* got torch.nn.modules.linear.Linear", data=4)
+    biased = fnn.TransformerEncoder(fnn.TransformerEncoderLayer(16, 4, 32), 1)
+    biased.layers[0].self_attn = fnn.MultiheadAttention(16, 4, add_bias_kv=True)
+    refused(biased, "layers.0.self_attn must have no kdim", context=4)
+    model = make_model(SMALL)
+    parallelize(model, mesh_of(data=4))
+    refused(model, "embedding.weight must be a plain tensor, got DTensor", data=4)
+
+    stack = fnn.TransformerEncoder(fnn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 1)
+    parallelize(stack, mesh_of(tensor=4))
+    with pytest.raises(ValueError, match='length that the 4 processes of "tensor" divide, got 6'):
+        stack(torch.randn(1, 6, 16))
+    stack.layers[0].self_attn.register_forward_hook(lambda *_: None)
+    with pytest.raises(NotImplementedError, match="attention of a layer that several processes"):
+        stack(torch.randn(1, 8, 16))

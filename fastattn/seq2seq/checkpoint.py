@@ -4,10 +4,11 @@ A run folder holds `model.json`, `training.json`, `tokenizer.json`, `metrics.jso
 and folders `checkpoints/step-00000400/` with
 
     model.safetensors   the parameters, named as in `state_dict`; those of several names once
-    state.safetensors   AdamW's moments and the random number generators
+    state.safetensors   AdamW's moments, named by parameter, and the random number generators
     state.json          the update count, the position in the data, the best validation
 
-A checkpoint is written under a temporary name and renamed when complete; nothing is pickled.
+A checkpoint is written under a temporary name and renamed when complete; nothing is pickled. The
+files hold whole tensors, whatever the mesh of the run, so that any number of processes continues.
 """
 
 from __future__ import annotations
@@ -21,12 +22,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from .data import Position
+from .ranks import ONE_PROCESS, Ranks
+
+if TYPE_CHECKING:
+    from .sharded import SavedShards
 
 CHECKPOINTS = "checkpoints"
 BEST = "best.json"
@@ -90,6 +95,60 @@ def _umask() -> int:
     return mask
 
 
+class Checkpoints:
+    """Writes the checkpoints of a run: at once in one process, in the background on a mesh.
+
+    Within its `with` block; leaving it waits for the last one.
+    """
+
+    def __init__(self, run: Path, *, keep: int, device: torch.device, ranks: Ranks) -> None:
+        self._run, self._keep, self._device, self._ranks = run, keep, device, ranks
+        self._writing: SavedShards | None = None
+
+    def start(self, state: TrainingState) -> None:
+        """Create the run's folder, or clean up after a run that was killed."""
+        if self._ranks.first:
+            self._run.mkdir(parents=True, exist_ok=True)
+            if state.best is not None:
+                write_best(self._run, state.best)
+            delete_unfinished(self._run)
+        self._ranks.wait()
+
+    def save(
+        self, state: TrainingState, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self.wait()
+        generators = generator_states(self._device)
+
+        def write(tensors: dict[str, Tensor]) -> None:
+            write_checkpoint(self._run, state, tensors | generators)
+            if state.best is not None:
+                write_best(self._run, state.best)
+            prune_checkpoints(self._run, keep=self._keep)
+
+        tensors = training_tensors(model, optimizer)
+        if self._ranks.mesh is None:
+            write(tensors)
+            return
+        from .sharded import SavedShards
+
+        name = f".{checkpoint_folder(self._run, state.step).name}-shards"
+        self._writing = SavedShards(tensors, self._run / CHECKPOINTS / name, write, self._ranks)
+
+    def wait(self) -> None:
+        """Wait for the checkpoint that is being written."""
+        if self._writing is not None:
+            self._writing.wait()
+            self._writing = None
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is None:
+            self.wait()
+
+
 def save_checkpoint(
     run: Path,
     state: TrainingState,
@@ -97,19 +156,50 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer,
     device: torch.device,
 ) -> Path:
-    """Write the checkpoint of `state.step` and return its folder."""
-    from safetensors.torch import save_file, save_model
+    """Write the checkpoint of `state.step` of one process and return its folder."""
+    tensors = training_tensors(model, optimizer) | generator_states(device)
+    return write_checkpoint(run, state, tensors)
 
+
+def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return parameters and buffers as `model.NAME` and moments as `optimizer.KIND.NAME`; a
+    parameter of several names has the first of them.
+    """
+    named: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        named.setdefault(id(tensor), (f"model.{name}", tensor.detach()))
+    tensors = dict(named.values())
+    for name, parameter in model.named_parameters():
+        for kind, value in optimizer.state.get(parameter, {}).items():
+            tensors[f"optimizer.{kind}.{name}"] = value
+    return tensors
+
+
+def generator_states(device: torch.device) -> dict[str, Tensor]:
+    states = {"rng.cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["rng.cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def write_checkpoint(run: Path, state: TrainingState, tensors: dict[str, Tensor]) -> Path:
+    """Write a checkpoint of whole tensors, named as by `training_tensors`; return its folder."""
+    from safetensors.torch import save_file
+
+    files: dict[str, dict[str, Tensor]] = {"model": {}, "state": {}}
+    for name, tensor in tensors.items():
+        kind, _, rest = name.partition(".")
+        file, kept = ("model", rest) if kind == "model" else ("state", name)
+        files[file][kept] = tensor.cpu().contiguous()
     folder = checkpoint_folder(run, state.step)
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         # mkdtemp creates a private folder, and renaming keeps its mode.
         temporary.chmod(0o777 & ~_umask())
-        with _writing(temporary / "model.safetensors") as path:
-            save_model(model, str(path))
-        with _writing(temporary / "state.safetensors") as path:
-            save_file(_optimizer_tensors(optimizer, device), path)
+        for file, contents in files.items():
+            with _writing(temporary / f"{file}.safetensors") as path:
+                save_file(contents, path)
         (temporary / "state.json").write_text(json.dumps(asdict(state)))
         if folder.exists():
             shutil.rmtree(folder)
@@ -131,28 +221,65 @@ def _writing(path: Path) -> Iterator[Path]:
     path.chmod(0o666 & ~_umask())  # safetensors creates private files
 
 
-def load_checkpoint(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
-) -> TrainingState:
-    """Restore the model, the optimizer and the random number generators."""
+@dataclass(frozen=True)
+class SavedTraining:
+    """A checkpoint that was read, without its parameters.
+
+    moments: by kind and name of the parameter, such as `moments["exp_avg"]["embedding.weight"]`.
+    """
+
+    state: TrainingState
+    moments: dict[str, dict[str, Tensor]]
+    generators: dict[str, Tensor]
+
+    def restore(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        ranks: Ranks = ONE_PROCESS,
+    ) -> None:
+        """Restore the optimizer and the random number generators."""
+        moments = self.moments
+        if ranks.mesh is not None:
+            from .sharded import shard_moments
+
+            moments = shard_moments(moments, model)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        state = {
+            index: {kind: values[name] for kind, values in moments.items() if name in values}
+            for index, name in enumerate(names[id(parameter)] for parameter in parameters)
+        }
+        groups = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+        torch.set_rng_state(self.generators["rng.cpu"])
+        if device.type == "cuda" and "rng.cuda" in self.generators:
+            torch.cuda.set_rng_state(self.generators["rng.cuda"], device)
+
+
+def read_checkpoint(folder: Path, model: nn.Module) -> SavedTraining:
+    """Load the parameters into `model`, which is not parallelized yet, and read the rest."""
     from safetensors.torch import load_file
 
     load_parameters(folder, model)
+    named = dict(model.named_parameters())
+    # Older files have numbers for names, in the order of the optimizer: matrices first.
+    numbered = sorted(named, key=lambda name: named[name].ndim < 2)
+    moments: dict[str, dict[str, Tensor]] = {}
+    generators = {}
     with reading(folder / "state.safetensors") as path:
-        tensors = load_file(path)
-        moments: dict[int, dict[str, Tensor]] = {}
-        for name, tensor in tensors.items():
-            kind, _, rest = name.partition(".")
-            if kind == "optimizer":
-                index, _, key = rest.partition(".")
-                moments.setdefault(int(index), {})[key] = tensor
-        optimizer.load_state_dict(
-            {"state": moments, "param_groups": optimizer.state_dict()["param_groups"]}
-        )
-        torch.set_rng_state(tensors["rng.cpu"])
-        if device.type == "cuda" and "rng.cuda" in tensors:
-            torch.cuda.set_rng_state(tensors["rng.cuda"], device)
-    return read_state(folder)
+        for name, tensor in load_file(path).items():
+            if not name.startswith("optimizer."):
+                generators[name] = tensor
+                continue
+            kind, _, parameter = name.removeprefix("optimizer.").partition(".")
+            if kind.isdecimal():
+                kind, parameter = parameter, numbered[int(kind)]
+            if kind != "step" and tensor.shape != named[parameter].shape:
+                raise ValueError(f"{name} must have the shape of {parameter}, got {tensor.shape}")
+            moments.setdefault(kind, {})[parameter] = tensor
+    return SavedTraining(read_state(folder), moments, generators)
 
 
 def read_state(folder: Path) -> TrainingState:
@@ -175,17 +302,6 @@ def load_parameters(folder: Path, model: nn.Module) -> None:
         load_model(model, path)
 
 
-def _optimizer_tensors(optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, Tensor]:
-    tensors = {"rng.cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        tensors["rng.cuda"] = torch.cuda.get_rng_state(device)
-    state: dict[int, dict[str, Any]] = optimizer.state_dict()["state"]
-    for index, values in state.items():
-        for key, value in values.items():
-            tensors[f"optimizer.{index}.{key}"] = value
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-
-
 # Listing checkpoints
 
 
@@ -202,12 +318,16 @@ def checkpoint_steps(run: Path) -> list[int]:
 
 def prune_checkpoints(run: Path, *, keep: int) -> None:
     """Delete unfinished checkpoints, and all but the newest `keep` and the best one."""
-    for unfinished in (run / CHECKPOINTS).glob(".step-*"):
-        shutil.rmtree(unfinished)
+    delete_unfinished(run)
     best = read_best(run)
     for step in checkpoint_steps(run)[:-keep]:
         if best is None or step != best.step:
             shutil.rmtree(checkpoint_folder(run, step))
+
+
+def delete_unfinished(run: Path) -> None:
+    for unfinished in (run / CHECKPOINTS).glob(".step-*"):
+        shutil.rmtree(unfinished)
 
 
 def read_best(run: Path) -> Best | None:

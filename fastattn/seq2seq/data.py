@@ -14,7 +14,7 @@ import random
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -297,7 +297,7 @@ class Batch:
     source_padding: Tensor  # [B, S] bool, True = padding, as torch.nn's key_padding_mask
     target_in: Tensor  # [B, T] int64
     target_out: Tensor  # [B, T] int64
-    tokens: int  # real tokens of source and target_out
+    tokens: int  # real tokens of source and target_out, those of all shards together
     source_lengths: tuple[int, ...] = ()  # real tokens of each row, for packed execution
     target_lengths: tuple[int, ...] = ()
 
@@ -334,11 +334,31 @@ def collate(examples: Sequence[Example], special: SpecialTokens | None = None) -
     )
 
 
+def shard(
+    examples: Sequence[Example], rank: int, size: int, special: SpecialTokens | None = None
+) -> list[Example]:
+    """Return the part of a batch for rank `rank` of `size`: consecutive sentences, as many as for
+    every other rank. Missing ones are replaced by an empty sentence, whose target is padding.
+    """
+    special = special or SpecialTokens()
+    rows = -(-len(examples) // size)
+    part = list(examples[rank * rows : (rank + 1) * rows])
+    return part + [Example([special.end], [special.pad])] * (rows - len(part))
+
+
 def pad(rows: Sequence[Sequence[int]], filling: int = PAD) -> Tensor:
     """Return the rows as one int64 tensor, padded on the right."""
     width = max(map(len, rows))
     filled = [[*row, *[filling] * (width - len(row))] for row in rows]
     return torch.tensor(filled, dtype=torch.long, device="cpu")
+
+
+def collate_shard(
+    examples: Sequence[Example], part: tuple[int, int], special: SpecialTokens | None = None
+) -> Batch:
+    """Return the `shard` of a batch for `part`, a rank and the number of ranks."""
+    batch = collate(shard(examples, *part, special), special)
+    return replace(batch, tokens=sum(len(e.source) + len(e.target) for e in examples))
 
 
 def plan_batches(
@@ -384,10 +404,12 @@ def training_batches(
     seed: int,
     start: Position | None = None,
     special: SpecialTokens | None = None,
+    part: tuple[int, int] = (0, 1),
 ) -> Iterator[tuple[Batch, Position]]:
     """Yield batches without end from `start`, each with the position of the next batch.
 
-    special: as in `collate`.
+    special: as in `collate`. part: rank and number of ranks, of which each gets a `shard` of every
+    batch.
     """
     if not examples:
         raise ValueError("examples must hold at least one sentence pair, got none")
@@ -396,5 +418,5 @@ def training_batches(
         plan = plan_batches(examples, token_budget=token_budget, seed=seed, epoch=epoch)
         for number, indices in enumerate(plan[first:], start=first + 1):
             following = Position(epoch, number) if number < len(plan) else Position(epoch + 1)
-            yield collate([examples[i] for i in indices], special), following
+            yield collate_shard([examples[i] for i in indices], part, special), following
         epoch, first = epoch + 1, 0

@@ -37,6 +37,7 @@ from .model import ModelConfig, Seq2SeqTransformer
 from .non_autoregressive import make_model
 from .pretrained_tokenizer import load_tokenizer
 from .progress import counted, waiting
+from .ranks import ONE_PROCESS, Ranks
 from .training import TrainingConfig, make_optimizer, out_of_patience
 
 FILES = ("model.json", "training.json", "tokenizer.json", "data.json")
@@ -100,8 +101,12 @@ def prepare_text(
     return PreparedText(splits, tokenizer, train, valid, test, len(splits.train) - len(train))
 
 
-def validation_bleu(prepared: PreparedText, count: int) -> Callable[[Seq2SeqTransformer], float]:
-    """Return a function that scores a model by BLEU of greedy translations of `count` sentences."""
+def validation_bleu(
+    prepared: PreparedText, count: int, ranks: Ranks = ONE_PROCESS
+) -> Callable[[Seq2SeqTransformer], float]:
+    """Return a function that scores a model by BLEU of greedy translations of `count` sentences,
+    which the ranks share.
+    """
     tokenizer = prepared.tokenizer
     examples = prepared.valid[:count]
     sources, references = (
@@ -109,7 +114,8 @@ def validation_bleu(prepared: PreparedText, count: int) -> Callable[[Seq2SeqTran
     )
 
     def score(model: Seq2SeqTransformer) -> float:
-        return bleu(Translator(model, tokenizer).translate(sources), references).score
+        translations = Translator(model, tokenizer).translate(ranks.share(sources))
+        return bleu(ranks.join(translations), references).score
 
     return score
 

@@ -215,7 +215,13 @@ _LAYERS = (
     ),
     (
         "fastattn.seq2seq",
-        ("fastattn.functional", "fastattn.nn", "fastattn.seq2seq", "fastattn.ops"),
+        (
+            "fastattn.functional",
+            "fastattn.nn",
+            "fastattn.distributed",
+            "fastattn.seq2seq",
+            "fastattn.ops",
+        ),
     ),
     ("fastattn.testing", ("fastattn.functional", "fastattn.ops", "fastattn.testing")),
     ("fastattn.cli", ("fastattn",)),

@@ -1,0 +1,103 @@
+"""The ranks of a training run: the processes of a mesh of torch.distributed, or one process alone.
+
+Training is written once, for `Ranks`; with one process the methods return their argument. Along
+"data" each rank has a shard of every batch (`part`), rank 0 alone writes files and prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """The ranks of `mesh`; None: this process alone."""
+
+    def __init__(self, mesh: DeviceMesh | None = None) -> None:
+        self.mesh = mesh
+        self.rank, self.size, self.part = 0, 1, (0, 1)
+        self.names: tuple[str, ...] = ()
+        if mesh is None:
+            return
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        # Flags, texts and checkpoints travel apart from the tensors of training, on the CPU.
+        self.files, self._flags = (dist.new_group(backend="gloo") for _ in range(2))
+        self.alone = dist.new_group([0], backend="gloo")
+        self.names = mesh.mesh_dim_names or ()
+        if "data" in self.names:
+            self.part = mesh.get_local_rank("data"), mesh["data"].size()
+
+    @property
+    def first(self) -> bool:
+        """Whether this process writes files and prints."""
+        return self.rank == 0
+
+    def total(self, count: Tensor) -> Tensor:
+        """Return the sum of a count of sentences or tokens over the shards of a batch."""
+        return self._summed(count, "data")
+
+    def sum(self, loss: Tensor) -> Tensor:
+        """Return the sum of the ranks' parts of a loss, each of its sentences and tokens."""
+        return self._summed(loss, "data", "context")
+
+    def _summed(self, value: Tensor, *names: str) -> Tensor:
+        if self.mesh is None:
+            return value
+        value = value.detach().clone()
+        for name in names:
+            if name in self.names:
+                dist.all_reduce(value, group=self.mesh.get_group(name))
+        return value
+
+    def any(self, flag: bool) -> bool:
+        """Return whether `flag` is set in any rank."""
+        if self.mesh is None:
+            return flag
+        value = torch.tensor(int(flag))
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=self._flags)
+        return bool(value)
+
+    def wait(self) -> None:
+        """Return when every rank has called this."""
+        self.any(False)
+
+    def share(self, items: Sequence[T]) -> Sequence[T]:
+        """Return the items that this rank works on; `join` gives the results of all."""
+        return items[self.rank :: self.size]
+
+    def join(self, results: Sequence[T]) -> list[T]:
+        """Return the results for all items, in their order."""
+        if self.mesh is None:
+            return list(results)
+        parts: list[Any] = [None] * self.size
+        dist.all_gather_object(parts, list(results), group=self._flags)
+        return [parts[i % self.size][i // self.size] for i in range(sum(map(len, parts)))]
+
+    def parallelize(self, model: nn.Module) -> None:
+        """Shard the model over the mesh."""
+        if self.mesh is None:
+            return
+        from fastattn.distributed import parallelize
+
+        parallelize(model, self.mesh)
+
+    def clip(self, model: nn.Module, limit: float) -> Tensor:
+        """Clip the gradient to a norm of `limit` and return its norm."""
+        if self.mesh is None:
+            return nn.utils.clip_grad_norm_(model.parameters(), limit)
+        from fastattn.distributed import clip_grad_norm_
+
+        return clip_grad_norm_(model.parameters(), limit)
+
+
+ONE_PROCESS = Ranks()

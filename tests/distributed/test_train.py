@@ -1,0 +1,167 @@
+"""Training on meshes of four gloo processes: losses, checkpoints and texts are those of one."""
+
+import functools
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from seq2seq_samples import random_examples, small_model, toy_training
+from support import in_processes, needs_distributed
+from torch.distributed.device_mesh import init_device_mesh
+
+from fastattn.seq2seq import checkpoint, runs, training
+from fastattn.seq2seq.data import SubwordTokenizer
+from fastattn.seq2seq.ranks import ONE_PROCESS, Ranks
+from fastattn.seq2seq.training import TrainingResult, train
+
+pytestmark = needs_distributed
+# The last batches of an epoch have fewer sentences than there are ranks.
+SENTENCES = 31
+
+
+@functools.cache
+def ranks_of(**sizes: int) -> Ranks:
+    if not sizes:
+        return ONE_PROCESS
+    return Ranks(init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes)))
+
+
+def trained(
+    ranks: Ranks, model: dict[str, Any] | None = None, *, changes: Any = (), **options: Any
+) -> TrainingResult:
+    return train(
+        small_model(**{"vocabulary": 32, **(model or {})}),
+        random_examples(SENTENCES),
+        random_examples(7, seed=1),
+        toy_training(**dict(changes)),
+        device="cpu",
+        ranks=ranks,
+        show=False,
+        **options,
+    )
+
+
+def assert_equal_curves(found: TrainingResult, expected: TrainingResult) -> None:
+    torch.testing.assert_close(found.losses, expected.losses, atol=1e-5, rtol=0.0)
+    torch.testing.assert_close(found.validations, expected.validations, atol=1e-5, rtol=0.0)
+    assert (found.first_step, found.tokens) == (expected.first_step, expected.tokens)
+
+
+# -- losses ---------------------------------------------------------------------------------------
+def losses_are_those_of_one_process() -> None:
+    data, both = {"data": 4}, {"data": 2, "tensor": 2}
+    few: dict[str, Any] = {"steps": 6, "valid_every": 3}
+    cases: list[tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = [
+        (both, {}, {"steps": 20}),
+        (data, {}, {**few, "packed": True, "smoothing": 0.2}),
+        (both, {}, {**few, "packed": True}),
+        (data, {}, {**few, "accumulate": 3, "batch_tokens": 30}),  # shards without a sentence
+        (both, {"positions": "rotary", "norm": "rms", "tied": False}, few),
+        (data, {"copy": True}, few),
+        (data, {"memory_layers": "same"}, {**few, "guided_attention": 1.0}),
+    ]
+    for sizes, model, changes in cases:
+        expected = trained(ONE_PROCESS, model, changes=changes)
+        assert_equal_curves(trained(ranks_of(**sizes), model, changes=changes), expected)
+
+
+def scores_come_from_whole_models() -> None:
+    """Every rank scores a whole copy of the trained model, and each translates a share."""
+    tokenizer = SubwordTokenizer.train(["ka lo mi"], vocabulary=300)
+    texts = ["ka lo", "mi", "lo lo ka", "ka", "mi mi"]
+    weights: list[dict[str, torch.Tensor]] = []
+
+    def score(ranks: Ranks) -> Callable[[Any], float]:
+        def translate(model: Any) -> float:
+            translator = runs.Translator(model, tokenizer)
+            shared = ranks.join(translator.translate(ranks.share(texts)))
+            assert shared == translator.translate(texts)
+            weights.append({name: x.clone() for name, x in model.state_dict().items()})
+            return float(len(weights))
+
+        return translate
+
+    few = {"steps": 4, "valid_every": 2}
+    for ranks in (ONE_PROCESS, ranks_of(data=2, tensor=2)):
+        result = trained(ranks, {"vocabulary": 300, "bias": False}, changes=few, score=score(ranks))
+        assert len(result.bleus) == 2
+    torch.testing.assert_close(weights[2:], weights[:2], atol=1e-5, rtol=0.0)
+
+
+def options_are_refused_by_name() -> None:
+    for sizes, model, changes, message in (
+        ({"data": 4}, {}, {"scheduled_sampling": "parallel"}, "scheduled_sampling must be"),
+        ({"data": 4}, {}, {"sequence_steps": 2}, "must be 0 on a mesh of data, got 2"),
+        (
+            {"data": 2, "tensor": 2}, {}, {"guided_attention": 1.0},
+            r"guided_attention must be 0\.0 on a mesh of data, tensor",
+        ),
+        ({"data": 4}, {"decoder": "non-autoregressive"}, {}, "predicts tokens in parallel"),
+        ({"data": 4}, {"norm": "power"}, {}, "must not normalise over tokens, got PowerNorm"),
+        ({"data": 2, "tensor": 2}, {"heads": 1}, {}, "must have heads that"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            trained(ranks_of(**sizes), model, changes=changes)
+
+
+def test_training() -> None:
+    in_processes(
+        losses_are_those_of_one_process, scores_come_from_whole_models, options_are_refused_by_name
+    )
+
+
+# -- checkpoints ----------------------------------------------------------------------------------
+def runs_continue_on_other_meshes(run: Path) -> None:
+    """On every mesh, and in one process, with the losses of a run that was not interrupted."""
+    model = {"dropout": 0.0, "positions": "t5"}  # whose tables several layers share
+    whole = trained(ONE_PROCESS, model)
+    losses = []
+    for sizes, stop_after in (
+        ({"data": 2, "tensor": 2}, 3), ({}, 5), ({"data": 4}, 9), ({"tensor": 2, "data": 2}, 12),
+    ):  # fmt: skip
+        ranks = ranks_of(**sizes)
+        if sizes or dist.get_rank() == 0:
+            part = trained(ranks, model, run=run, resume=bool(losses), stop_after=stop_after)
+            assert part.first_step == len(losses) + 1
+            losses += part.losses
+        gathered: list[Any] = [losses]
+        dist.broadcast_object_list(gathered)
+        losses = gathered[0]
+        if stop_after == 9:  # continue from the checkpoint of update 8, while 9 was being computed
+            if dist.get_rank() == 0:
+                shutil.rmtree(checkpoint.checkpoint_folder(run, 9))
+            dist.barrier()
+            losses = losses[:8]
+    torch.testing.assert_close(losses, whole.losses, atol=1e-5, rtol=0.0)
+    rows = training.read_metrics(run / "metrics.jsonl")
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 13))
+    names = sorted(path.name for path in (run / checkpoint.CHECKPOINTS).iterdir())
+    assert names[-1] == "step-00000012" and all(name.startswith("step-") for name in names)
+
+
+def a_failed_save_is_raised_in_all_ranks(run: Path) -> None:
+    def full_disk(*_: Any) -> None:
+        raise OSError("no space left on device")
+
+    real, checkpoint.write_checkpoint = checkpoint.write_checkpoint, full_disk  # type: ignore[assignment]
+    try:
+        with pytest.raises(OSError, match="rank 0 cannot write a checkpoint: no space left"):
+            trained(ranks_of(data=4), run=run)
+    finally:
+        checkpoint.write_checkpoint = real
+    assert checkpoint.checkpoint_steps(run) == []
+    # What is unfinished is deleted when training starts again.
+    assert any((run / checkpoint.CHECKPOINTS).iterdir())
+    trained(ranks_of(data=4), run=run, resume=True, stop_after=0)
+    assert not any((run / checkpoint.CHECKPOINTS).iterdir())
+
+
+def test_checkpoints(tmp_path: Path) -> None:
+    in_processes(
+        functools.partial(runs_continue_on_other_meshes, tmp_path / "run"),
+        functools.partial(a_failed_save_is_raised_in_all_ranks, tmp_path / "failed"),
+    )

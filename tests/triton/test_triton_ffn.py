@@ -6,6 +6,7 @@ interpreter, on the samples that are small enough.
 
 # ruff: noqa: E402  (the interpreter is patched before kernels are imported)
 
+import re
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -378,6 +379,25 @@ def test_the_first_product_is_chosen_with_a_reason() -> None:
             other = up_config(arch, dtype, *options["sizes"], work=work)
             assert other.tile is None
             assert why in other.reason or (other.reason == chosen.reason and arch == "sm_100")
+
+
+@pytest.mark.parametrize(
+    "arch, reason",
+    [
+        ("sm_80", "153 / D .* A100"),
+        ("sm_86", "76 / D .* RTX 3090"),
+        ("sm_89", "164 / D .* RTX 4090"),
+        ("sm_120", "117 / D .* RTX 5090"),
+        ("sm_87", "153 / D .* A100"),
+        ("gfx90a", "246 / D .* MI300X"),
+    ],
+)
+def test_the_reason_names_the_rates_of_the_gpu(arch: str, reason: str) -> None:
+    """Where its memory is fast for its products, fewer features are worth an epilogue."""
+    chosen = up_config(arch, torch.bfloat16, 16384, 1024, 4096, work=True)
+    assert chosen.tile is not None and re.search(reason, chosen.reason)
+    wide = up_config(arch, torch.bfloat16, 16384, 1536, 4096, work=True)
+    assert (wide.tile is None) == ("over 1085 features" in wide.reason) == (arch == "sm_86")
 
 
 @runs

@@ -50,12 +50,12 @@ def _layout_hint(H: int, page: int) -> str:
 
 
 def check_block_table(
-    block_table: Tensor, k: Tensor, key_lengths: Tensor | None, dropout_p: float
+    block_table: Tensor, q: Tensor, k: Tensor, key_lengths: Tensor | None, dropout_p: float
 ) -> None:
     """The entries, where they can be read, and what attention over pages does not have."""
     if dropout_p > 0.0:
         raise ValueError(f"dropout_p must be 0 with block_table, got {dropout_p}")
-    if not is_on_host(block_table) or not block_table.numel():
+    if not is_on_host(block_table) or not block_table.numel() or not q.shape[2]:
         return
     P, page = k.shape[0], k.shape[2]
     lowest, highest = torch.aminmax(block_table)
@@ -63,8 +63,6 @@ def check_block_table(
         return
     outside = (block_table < 0) | (block_table >= P)
     if key_lengths is not None:
-        if not key_lengths.numel():
-            return  # [B, 0]: there are no queries
         longest = key_lengths if key_lengths.dim() == 1 else key_lengths.amax(1)
         outside &= torch.arange(block_table.shape[1]) * page < longest[:, None]
     if bool(outside.any()):
@@ -75,18 +73,27 @@ def check_block_table(
         )
 
 
-def refuse_gradients(**tensors: Tensor | None) -> None:
-    """Attention over pages has no derivative."""
+def first_differentiated(**tensors: Tensor | None) -> str | None:
+    """The name of the first tensor that requires a gradient, where these are recorded, or has a
+    tangent; None if there is none.
+    """
     recorded, forward_mode = torch.is_grad_enabled(), forward_ad._current_level >= 0
     if not recorded and not forward_mode:
-        return
+        return None
     for name, x in tensors.items():
         if x is None:
             continue
         if (recorded and x.requires_grad) or (
             forward_mode and forward_ad.unpack_dual(x).tangent is not None
         ):
-            raise ValueError(
-                f"{name} must not require a gradient with block_table, which has no derivative: "
-                f"pass {name}.detach(), or call attention under torch.no_grad()"
-            )
+            return name
+    return None
+
+
+def refuse_gradients(**tensors: Tensor | None) -> None:
+    """Attention over pages has no derivative."""
+    if (name := first_differentiated(**tensors)) is not None:
+        raise ValueError(
+            f"{name} must not require a gradient with block_table, which has no derivative: "
+            f"pass {name}.detach(), or call attention under torch.no_grad()"
+        )

@@ -51,9 +51,12 @@ from fastattn._arguments import (
     sizes,
 )
 from fastattn._arguments import Lengths as Lengths
+from fastattn._arguments import check_tensor as check_tensor
+from fastattn._arguments import is_on_host as is_on_host
 from fastattn._arguments import lengths_tensor as lengths_tensor
 from fastattn._options import AddNormOptions, AttentionOptions, PaddedOptions
 from fastattn._paged import check_block_table, check_paged_inputs, refuse_gradients
+from fastattn._paged import first_differentiated as first_differentiated
 from fastattn._scores import RelativeBuckets, score_arguments
 from fastattn._scores import t5_buckets as t5_buckets
 from fastattn.ops._dropout import draw_seed
@@ -246,7 +249,7 @@ def attention(
         )  # fmt: skip
     seed = check_dropout(dropout_p, dropout_seed, dropout_stream, q.device, takes_origin=True)
     if block_table is not None:
-        check_block_table(block_table, k, key_lengths, float(dropout_p))
+        check_block_table(block_table, q, k, key_lengths, float(dropout_p))
         refuse_gradients(
             q=q, k=k, v=v, mask=mask, alibi_slopes=alibi_slopes, sinks=sinks,
             relative_bias=relative_bias,

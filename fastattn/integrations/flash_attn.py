@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from fastattn import functional
 
@@ -110,6 +109,7 @@ def flash_attn_varlen_func(
     _check_deterministic(deterministic, q)
     window_size = _sides(window_size)
     max_seqlen_q, max_seqlen_k = _integer(max_seqlen_q), _integer(max_seqlen_k)
+    _check_table(block_table)
     same = cu_seqlens_q is cu_seqlens_k and block_table is None
     bounds = _bounds(causal, window_size, alibi_slopes, same)
     padded_only = block_table is not None or (return_attn_probs and dropout_p > 0.0)
@@ -130,7 +130,8 @@ def flash_attn_varlen_func(
     else:
         block_table = block_table[:, : -(-max_seqlen_k // k.shape[1])]
         N = block_table.shape[1] * k.shape[1]
-        if dropout_p > 0.0 or _is_differentiated(q, k, v, alibi_slopes):
+        tensors = {"q": q, "k": k, "v": v, "alibi_slopes": alibi_slopes}
+        if dropout_p > 0.0 or functional.first_differentiated(**tensors) is not None:
             k, v = (_gathered(x, block_table) for x in (k, v))
             block_table = None
     M, H = max_seqlen_q, q.shape[1]
@@ -221,6 +222,7 @@ def flash_attn_with_kvcache(
     clamped to the cache's size and writes outside it are device errors.
     """
     window_size = _sides(window_size)
+    _check_table(block_table)
     for name, other in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
         if block_table is not None and other is not None:
             raise ValueError(f"{name} must be None with a block_table, got a tensor")
@@ -397,7 +399,7 @@ def _check_cache(
 ) -> None:
     """Raises if positions are outside the cache, for values on the CPU."""
     if isinstance(cache_seqlens, Tensor):
-        if not _is_on_host(cache_seqlens):
+        if not functional.is_on_host(cache_seqlens):
             return
         fits = bool(((cache_seqlens >= 0) & (cache_seqlens <= size - new)).all())
         got: Any = cache_seqlens.tolist()
@@ -408,7 +410,7 @@ def _check_cache(
             f"cache_seqlens must be from 0 to {size - new}, as the cache has {size} positions and "
             f"k has {new}, got {got}"
         )
-    if block_table is None or not _is_on_host(block_table):
+    if block_table is None or not functional.is_on_host(block_table):
         return
     pages, page = cache.shape[:2]
     first = torch.arange(0, size, page)  # position of each page
@@ -421,8 +423,13 @@ def _check_cache(
         )
 
 
-def _is_on_host(x: Tensor) -> bool:
-    return x.is_cpu and type(x) is Tensor and not torch.compiler.is_compiling()
+def _check_table(block_table: Any) -> None:
+    if block_table is None:
+        return
+    functional.check_tensor("block_table", block_table)
+    if block_table.dim() != 2:
+        got = list(block_table.shape)
+        raise ValueError(f"block_table must be [B, pages of a sequence], got {got}")
 
 
 def _pages(block_table: Tensor | None) -> dict[str, Any]:
@@ -432,16 +439,6 @@ def _pages(block_table: Tensor | None) -> dict[str, Any]:
     if block_table.dtype == torch.int64:  # numbers that are no pages must not become some
         block_table = block_table.clamp(-1, torch.iinfo(torch.int32).max)
     return {"block_table": block_table.int()}
-
-
-def _is_differentiated(*tensors: Tensor | None) -> bool:
-    """Whether a tensor requires a gradient or has a tangent."""
-    recorded = torch.is_grad_enabled()
-    return any(
-        (recorded and x.requires_grad) or forward_ad.unpack_dual(x).tangent is not None
-        for x in tensors
-        if x is not None
-    )
 
 
 def _at(x: Tensor, rows: Tensor) -> Tensor:

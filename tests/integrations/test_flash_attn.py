@@ -387,6 +387,21 @@ def test_pages_that_do_not_exist_are_named(entry: int) -> None:
         flash_attn.flash_attn_varlen_func(*arguments, block_table=table)
 
 
+def test_block_tables_that_are_none_are_named() -> None:
+    pages, offsets = normal(2, 16, K, D).float(), torch.tensor([0, 3]).int()
+    q = normal(3, H, D).float()
+    for table, error in (
+        ([[1, 0]], (TypeError, "block_table must be a tensor, got list")),
+        (torch.tensor([1, 0]), (ValueError, r"block_table must be \[B, pages .* got \[2\]")),
+    ):
+        with pytest.raises(error[0], match=error[1]):
+            flash_attn.flash_attn_varlen_func(
+                q, pages, pages, offsets, offsets, 3, 3, block_table=table
+            )
+        with pytest.raises(error[0], match=error[1]):
+            flash_attn.flash_attn_with_kvcache(q[None], pages, pages, block_table=table)
+
+
 @pytest.mark.parametrize("lengths", ["one", "tensor"])
 @pytest.mark.parametrize("paged", [True, False])
 def test_positions_outside_the_cache_are_named(paged, lengths) -> None:

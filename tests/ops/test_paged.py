@@ -76,12 +76,22 @@ def test_no_pages_at_all() -> None:
         fastattn.attention(**call, key_lengths=[0, 1])
 
 
+def test_samples_without_queries() -> None:
+    """Lengths of each query say that no page is used."""
+    k = torch.randn(2, 2, 48, 8)
+    inputs = {"q": torch.randn(2, 4, 0, 8), "k": k, "v": k, "key_lengths": torch.zeros(2, 0).int()}
+    call = in_pages(inputs, 16)
+    assert call["k"].isnan().all() and call["block_table"].shape == (2, 3)
+    assert fastattn.attention(**call).shape == (2, 4, 0, 8)
+
+
 def test_no_queries() -> None:
     """Then no entry of the block table is used, also with key lengths of each query."""
     call = _small()
     call |= {"q": call["q"][:, :, :0], "block_table": torch.full((2, 3), -1).int()}
     lengths = torch.full((2, 3), 48)[:, :0]
-    assert fastattn.attention(**call, key_lengths=lengths).shape == (2, 4, 0, 8)
+    for given in (lengths, torch.tensor([48, 20]), None):
+        assert fastattn.attention(**call, key_lengths=given).shape == (2, 4, 0, 8)
     # As in compiled programs, without the public function's check of the entries.
     masks, options = (None, lengths, None, None, None), (0.0, 0, -1, -1, 1.0)
     out, lse = torch.ops.fastattn.attention_paged_fwd(*call.values(), *masks, *options)

@@ -30,8 +30,10 @@ def in_pages(inputs: Inputs, page: int, shared_pages: int = 0) -> Inputs:
     lengths = inputs.get("key_lengths")
     if lengths is None:
         used = torch.full((B,), T)
+    elif lengths.dim() == 2 and not lengths.shape[1]:  # no query, no page
+        used = torch.zeros(B, dtype=torch.long)
     else:
-        longest = lengths if lengths.dim() == 1 or not lengths.shape[1] else lengths.amax(1)
+        longest = lengths if lengths.dim() == 1 else lengths.amax(1)
         used = (-(-longest.cpu().long() // page)).clamp(0, T)
     has_page = torch.arange(T) < used[:, None]  # [B, T]
     P = B * T + _SPARE

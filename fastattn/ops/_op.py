@@ -306,6 +306,12 @@ class Op:
     def _make_launcher(self, backend: str) -> Callable[..., tuple[Tensor, ...]]:
         """A function (call) -> results."""
         if backend == CPU_BACKEND:
+            overload = f"fastattn::{self.name}.out"
+            if not torch._C._dispatch_has_kernel_for_dispatch_key(overload, "CPU"):
+                raise RuntimeError(  # `out` would call this function
+                    f"the native library cpu must have a kernel of {overload}, got one from other "
+                    "sources: build it again (`pip install --no-build-isolation .`)"
+                )
 
             def launch_cpu(call: Sequence[Any]) -> tuple[Tensor, ...]:
                 results = self.allocate(call)

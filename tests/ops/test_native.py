@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 from cpu_library import needs_library
+from probe_op import REFERENCE, MakeOp, run_op
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastattn import cli
 from fastattn.ops import _env, _native
+from fastattn.ops._select import Backend
 from fastattn.ops.layer_norm import cpu
 from fastattn.ops.layer_norm.calls import LayerNormCall
 from fastattn.testing.spec import all_specs
@@ -36,6 +38,14 @@ def test_absent_and_broken_libraries_are_reasons(
     assert "cannot load" in (cpu.layer_norm_fwd_unsupported(call) or "")
     with pytest.raises(RuntimeError, match="cannot load"):
         _native.usable_cpu_isas()
+
+
+def test_a_library_without_an_op_is_to_be_built_again(make_op: MakeOp) -> None:
+    """As one that was built before the op was added."""
+    op = make_op([Backend("cpu")], cpu="", reference=REFERENCE)
+    for backend in (None, "cpu"):
+        with pytest.raises(RuntimeError, match=rf"a kernel of fastattn::{op.name}\.out.*build it"):
+            run_op(op, backend)
 
 
 @needs_library

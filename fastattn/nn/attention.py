@@ -34,6 +34,15 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
     `fastattn.nn.set_heads` changes the scale of the scores and the size of the heads.
     """
 
+    def why_irreversible(self) -> str | None:
+        if not has_own_heads(self):
+            return None
+        return (
+            f"have num_heads * head_dim = {self.embed_dim} and the scale head_dim ** -0.5 to be "
+            f"torch's {type(self).__name__} again, got {self.num_heads} * {self.head_dim} and "
+            f"{scale_of(self) or self.head_dim**-0.5:.3g}: first revert fastattn.nn.set_heads"
+        )
+
     def forward(
         self,
         query: Tensor,
@@ -97,7 +106,8 @@ def scale_of(module: nn.Module) -> float | None:
 
 def has_own_heads(module: nn.MultiheadAttention) -> bool:
     """Whether `set_heads` changed the module, so that torch's functions do not compute it."""
-    return scale_of(module) is not None or module.num_heads * module.head_dim != module.embed_dim
+    own_scale = scale_of(module) not in (None, module.head_dim**-0.5)
+    return own_scale or module.num_heads * module.head_dim != module.embed_dim
 
 
 def is_supported(

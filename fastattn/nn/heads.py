@@ -51,8 +51,8 @@ def set_heads(
         _resize_heads(attention, num_heads or attention.num_heads, head_dim or attention.head_dim)
         if scale is not None:
             attention.scale = float(scale)  # type: ignore[assignment]
-        if has_own_heads(attention):  # see UnpackedMultiheadAttention
-            attention._qkv_same_embed_dim = False
+        if type(attention) is MultiheadAttention:  # see UnpackedMultiheadAttention
+            attention._qkv_same_embed_dim = not has_own_heads(attention)
 
 
 def _resize_heads(attention: nn.MultiheadAttention, num_heads: int, head_dim: int) -> None:

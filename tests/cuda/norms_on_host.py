@@ -37,9 +37,9 @@ def index_of(name: str) -> int:
     return list(NAMES).index(name)
 
 
-def machine(folder: Path, name: str, **options: Any) -> Machine:
+def machine(name: str, **options: Any) -> Machine:
     """The kernels for rows of a type, such as kBFloat16."""
-    return build(folder, TESTS / "norms.cpp", [f"ONLY_TYPE={name}"], **options)
+    return build(TESTS / "norms.cpp", [f"ONLY_TYPE={name}"], **options)
 
 
 def use(patch: pytest.MonkeyPatch, launch: Launch, multiprocessors: int = 1) -> None:

@@ -7,7 +7,6 @@ mutations of the source, such as a missing bound, or another column, or results 
 import ctypes
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import norms_on_host as on_host
@@ -132,10 +131,10 @@ def _gradient_of_the_sum_alone() -> None:
     )  # fmt: skip
 
 
-def test_norms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     if reason := missing():
         pytest.skip(reason)
-    machine = on_host.machine(tmp_path / "norms", "kBFloat16", mutations=MUTATIONS)
+    machine = on_host.machine("kBFloat16", mutations=MUTATIONS)
     injector = OpInjector(on_host.HOST, _run_norm, machine, MUTATIONS, later=(RANDOM,))
 
     def launch(op: str, problem: int, *types: str) -> str | None:

@@ -83,16 +83,11 @@ def _cases(quick: bool) -> list[Any]:
 
 
 @pytest.fixture(scope="session")
-def machine(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Machine]:
+def machine() -> Callable[[str], Machine]:
     """The machine for rows of a type."""
     if reason := missing():
         pytest.skip(reason)
-
-    @functools.cache
-    def load(name: str) -> Machine:
-        return on_host.machine(tmp_path_factory.mktemp(name), name)
-
-    return load
+    return functools.cache(on_host.machine)
 
 
 @pytest.fixture

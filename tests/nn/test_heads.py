@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+import fastattn
 import fastattn.nn as fnn
+from fastattn.nn.conversion import convert
 from fastattn.nn.positional_attention import set_positions
 
 E, H, D = 18, 4, 6  # 4 does not divide 18
@@ -95,6 +97,26 @@ def test_a_transformer_packs_and_decodes_with_its_heads(positions, training):
         steps = torch.cat([model.decoder.step(tgt[:, t : t + 1], cache) for t in range(4)], 1)
     torch.testing.assert_close(packed, padded, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(steps, padded, rtol=1e-4, atol=1e-5)
+
+
+def test_unpatched_modules_have_heads_of_torch():
+    model = nn.TransformerEncoderLayer(16, 2, 24, dropout=0.0, batch_first=True).eval()
+    x = torch.randn(2, 5, 16)
+    for options, got, back in (
+        ({"scale": 1.0}, r"2 \* 8 and 1", {"scale": 8**-0.5}),
+        ({"head_dim": 6}, r"2 \* 6 and 0\.354", {"head_dim": 8}),
+        ({"num_heads": 4, "head_dim": 4, "scale": 0.7}, r"4 \* 4 and 0\.7", {"scale": 0.5}),
+    ):
+        convert(model)
+        fnn.set_heads(model, **options)
+        with pytest.raises(RuntimeError, match=rf"self_attn must have num_heads .* got {got}:"):
+            fastattn.unpatch(model)
+        assert type(model.self_attn) is fnn.MultiheadAttention
+        fnn.set_heads(model, **back)
+        expected = model(x)
+        fastattn.unpatch(model)
+        assert type(model.self_attn) is nn.MultiheadAttention
+        torch.testing.assert_close(model(x), expected)
 
 
 def test_what_cannot_have_other_heads_is_refused():

@@ -106,13 +106,12 @@ def _dmask_samples(instance: str) -> Iterator[Sample]:
 
 
 @pytest.mark.parametrize("instance", INSTANCES)
-def test_backward(instance: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backward(instance: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if reason := missing():
         pytest.skip(reason)
     head_dim, variant = instance.split()
     injector = _injector(
         build(
-            tmp_path / "backward",
             TESTS / "sm90_attention_bwd.cpp",
             [f"ONLY_HEAD_DIM={head_dim}", f"ONLY_VARIANT={variant}"],
             mutations=mutations_of(instance),
@@ -130,13 +129,13 @@ def test_backward(instance: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("instance", DMASK)
-def test_mask_gradient(instance: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mask_gradient(instance: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if reason := missing():
         pytest.skip(reason)
     head_dim, variant = instance.split()
     defines = ["ONLY_DMASK", f"ONLY_HEAD_DIM={head_dim}", f"ONLY_VARIANT={variant}"]
     source, mutations = TESTS / "sm90_attention_bwd.cpp", dmask_mutations_of(instance)
-    machine = build(tmp_path / "dmask", source, defines, mutations=mutations)
+    machine = build(source, defines, mutations=mutations)
     injector = _injector(machine, mutations, later=(RANDOM,))
     # Each tile sums several pairs of blocks, in one split or two.
     monkeypatch.setattr(_env, "multiprocessors", lambda *device: 1)
@@ -184,15 +183,13 @@ def _distance_samples(instance: str) -> Iterator[Sample]:
 
 
 @pytest.mark.parametrize("instance", SCORES)
-def test_changes_of_scores(instance: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changes_of_scores(instance: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if reason := missing():
         pytest.skip(reason)
     head_dim, variant = instance.split()
     defines = [f"ONLY_HEAD_DIM={head_dim}", f"ONLY_VARIANT={variant}"]
     mutations = score_mutations_of(instance)
-    machine = build(
-        tmp_path / "scores", TESTS / "sm90_attention_bwd.cpp", defines, mutations=mutations
-    )
+    machine = build(TESTS / "sm90_attention_bwd.cpp", defines, mutations=mutations)
     injector = _injector(machine, mutations, later=(RANDOM,), only_mutations=True)
     for sample in _score_samples(instance):
         with monkeypatch.context() as patch:
@@ -202,15 +199,13 @@ def test_changes_of_scores(instance: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("instance", DISTANCE)
-def test_gradient_of_distances(
-    instance: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradient_of_distances(instance: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if reason := missing():
         pytest.skip(reason)
     head_dim, variant = instance.split()
     defines = ["ONLY_DISTANCE", f"ONLY_HEAD_DIM={head_dim}", f"ONLY_VARIANT={variant}"]
     source, mutations = TESTS / "sm90_attention_bwd.cpp", distance_mutations_of(instance)
-    machine = build(tmp_path / "distance", source, defines, mutations=mutations)
+    machine = build(source, defines, mutations=mutations)
     injector = _injector(machine, mutations, later=(RANDOM,))
     for sample in _distance_samples(instance):
         with monkeypatch.context() as patch:
@@ -238,7 +233,7 @@ def test_scores_released_too_early(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         tmp_path, "attention/sm90/backward/consumer.cuh", _FINISH_DQ + _RELEASE,
         _RELEASE + _FINISH_DQ,
     )  # fmt: skip
-    machine = build(tmp_path / "faulty", source, defines, csrc=faulty)
+    machine = build(source, defines, csrc=faulty)
     sample = next(s for s in _samples("128 kBias") if s.name == "fp32 bias")
     injector = _injector(machine)  # examines it in every order
     with pytest.raises(RuntimeError, match=r"block \d+"):

@@ -132,10 +132,10 @@ CASES = [
 
 
 @pytest.fixture(scope="session")
-def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
+def machine() -> Machine:
     if reason := missing():
         pytest.skip(reason)
-    return build(tmp_path_factory.mktemp("sm90"), TESTS / "sm90_attention_bwd.cpp")
+    return build(TESTS / "sm90_attention_bwd.cpp")
 
 
 @pytest.fixture

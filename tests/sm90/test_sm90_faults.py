@@ -57,11 +57,11 @@ class Forward(FaultInjector):
         return self.machine.call(function, *arguments)
 
 
-def test_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     if reason := missing():
         pytest.skip(reason)
     defines = forward.defines(FORWARD[0].instance)
-    injector = Forward(build(tmp_path / "forward", TESTS / "sm90_attention.cpp", defines))
+    injector = Forward(build(TESTS / "sm90_attention.cpp", defines))
     for case in FORWARD:
         monkeypatch.setitem(forward.CASES, "here", case)
         forward.test_forward(lambda _: injector, monkeypatch, "here")
@@ -105,10 +105,10 @@ def test_other_instances(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(forward.CASES, "here", case)
     defines, source = forward.defines(case.instance), TESTS / "sm90_attention.cpp"
     faulty = changed_sources(tmp_path, f"attention/sm90/forward/{file}", right, wrong)
-    machine = build(tmp_path / "right", source, defines)
+    machine = build(source, defines)
     for machine.order in ORDERS:
         forward.test_forward(lambda _: machine, monkeypatch, "here")
-    machine = build(tmp_path / "wrong", source, defines, csrc=faulty)
+    machine = build(source, defines, csrc=faulty)
     with pytest.raises(RuntimeError, match=r"block \d+"):
         for machine.order in ORDERS:
             forward.test_forward(lambda _: machine, monkeypatch, "here")
@@ -174,14 +174,12 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_sinks_and_changes_of_scores(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sinks_and_changes_of_scores(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if reason := missing():
         pytest.skip(reason)
     mutations = CHANGES[name]
     defines = forward.defines(forward.CASES[name].instance)
-    machine = build(tmp_path, TESTS / "sm90_attention.cpp", defines, mutations=mutations)
+    machine = build(TESTS / "sm90_attention.cpp", defines, mutations=mutations)
     forward.test_forward(lambda _: machine, monkeypatch, name)
     for number in range(len(mutations)):
         machine.inject(Place(MUTATION, number, 1))

@@ -52,18 +52,16 @@ CASES = {s.name: s for s in (*SPEC.samples, *OWN) if s.name not in _REFUSED}
 
 
 @pytest.fixture(scope="session")
-def machine(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Instance], Machine]:
+def machine() -> Callable[[Instance], Machine]:
     """The machine with a product, and with the sums of columns."""
     if reason := missing():
         pytest.skip(reason)
-    folder = tmp_path_factory.mktemp("sm90_ffn")
 
     @functools.cache
     def load(instance: Instance) -> Machine:
         step = instance.step or "kDw"
         defines = [f"ONLY_DTYPE={instance.dtype}", f"ONLY_STEP={step}"]
-        name = f"{instance.dtype}_{step}"
-        return build(folder, TESTS / "sm90_ffn.cpp", defines, name=name)
+        return build(TESTS / "sm90_ffn.cpp", defines)
 
     return load
 

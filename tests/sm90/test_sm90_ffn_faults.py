@@ -174,7 +174,7 @@ def _inputs(step: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_faults(step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if reason := missing():
         pytest.skip(reason)
     mutations = [mutation for mutation, only in MUTATIONS if step in only]
@@ -186,10 +186,7 @@ def test_faults(step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             examined = instance.step == step
             defines = [f"ONLY_DTYPE={instance.dtype}", f"ONLY_STEP={instance.step or 'kDw'}"]
             machines[instance] = made = build(
-                tmp_path / (instance.step or "sums"),
-                TESTS / "sm90_ffn.cpp",
-                defines,
-                mutations=mutations if examined else (),
+                TESTS / "sm90_ffn.cpp", defines, mutations=mutations if examined else ()
             )
             if examined:
                 injectors.append(Launched(made, mutations))
@@ -210,12 +207,12 @@ def test_faults(step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert not undetected, "\n".join(undetected)
 
 
-def test_faults_of_the_sums_of_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_of_the_sums_of_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two blocks of columns; sums of more tiles of rows than threads share."""
     if reason := missing():
         pytest.skip(reason)
     defines = ["ONLY_DTYPE=kBFloat16", "ONLY_STEP=kDw"]
-    machine = build(tmp_path, TESTS / "sm90_ffn.cpp", defines, mutations=SUM_MUTATIONS)
+    machine = build(TESTS / "sm90_ffn.cpp", defines, mutations=SUM_MUTATIONS)
     injector = Launched(machine, SUM_MUTATIONS)
     ffn_bindings.use(monkeypatch, lambda op, problem, _: injector.examine_launch(op, problem))
     rows, E = 1100, 264

@@ -23,10 +23,10 @@ UNLIMITED = 1 << 20
 
 
 @pytest.fixture(scope="session")
-def native(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+def native() -> ctypes.CDLL:
     if reason := missing():
         pytest.skip(reason)
-    return build(tmp_path_factory.mktemp("masks"), TESTS / "sm90_masks.cpp").library
+    return build(TESTS / "sm90_masks.cpp").library
 
 
 @dataclass(frozen=True)

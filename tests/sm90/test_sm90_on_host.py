@@ -297,16 +297,14 @@ def defines(instance: Instance) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def machine(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Instance], Machine]:
+def machine() -> Callable[[Instance], Machine]:
     """The machine with an instance."""
     if reason := missing():
         pytest.skip(reason)
-    folder = tmp_path_factory.mktemp("sm90")
 
     @functools.cache
     def load(instance: Instance) -> Machine:
-        name = "_".join(map(str, astuple(instance)))
-        return build(folder, TESTS / "sm90_attention.cpp", defines(instance), name=name)
+        return build(TESTS / "sm90_attention.cpp", defines(instance))
 
     return load
 

@@ -9,7 +9,6 @@ import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -202,7 +201,7 @@ FAULTY = (
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong page, row or number of bytes; what the producer does otherwise is examined by
     test_sm90_faults.py.
     """
@@ -213,7 +212,7 @@ def test_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     injector = OpInjector(
         bindings.HOST,
         run_simulated,
-        build(tmp_path, kernels, defines, mutations=MUTATIONS),
+        build(kernels, defines, mutations=MUTATIONS),
         MUTATIONS,
         later=(RANDOM,),
         only_in=_SOURCE.rpartition("/")[2],

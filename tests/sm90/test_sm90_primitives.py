@@ -15,10 +15,10 @@ SOURCE = Path(__file__).resolve().parent / "sm90_primitives.cpp"
 
 
 @pytest.fixture(scope="module")
-def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
+def machine() -> Machine:
     if reason := missing():
         pytest.skip(reason)
-    return build(tmp_path_factory.mktemp("primitives"), SOURCE)
+    return build(SOURCE)
 
 
 def test_names(machine: Machine) -> None:

@@ -24,19 +24,21 @@ three blocks run at a time.
 """
 
 import ctypes
+import fcntl
 import functools
+import hashlib
 import itertools
 import re
 import shutil
 import subprocess
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 CSRC = HERE.parents[2] / "csrc"
 CUDA = Path("/usr/local/cuda/include")
+KEPT = HERE.parents[2] / "build" / "simulator"  # what was compiled, also by earlier runs
 # Code that g++ does not accept, and its replacement.
 REWRITTEN = {
     "kernel<<<blocks, Traits::kThreads, sizeof(Shared), stream>>>(args);": (
@@ -146,24 +148,67 @@ class Machine:
             return hex(address)
         command = ["addr2line", "-i", "-e", str(self.path), hex(address - 1)]
         found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-        roots = "|".join(f"{re.escape(str(root))}/" for root in (self.path.parent, HERE, CSRC))
+        roots = "|".join(
+            f"{re.escape(str(root))}/" for root in (self.path.parent / "csrc", HERE, CSRC)
+        )
         lines = [re.sub(f"^(?:{roots}|/.*/)", "", line) for line in found]
         own = [line for line in lines if not line.startswith(("machine.h", "cuda_on_host.h", "("))]
         return " in ".join(own) or hex(address)
 
 
+def made_once(
+    name: str, inputs: Iterable[object], make: Callable[[Path], None], kept: Path = KEPT
+) -> Path:
+    """A folder of `kept` with what `make` puts there: made where no process did with these inputs,
+    which are everything that it depends on. Processes wait for each other.
+    """
+    folder = kept / name
+    folder.mkdir(parents=True, exist_ok=True)
+    key = hashlib.sha256("\0".join(map(str, inputs)).encode()).hexdigest()
+    stamp = folder / "inputs"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not stamp.is_file() or stamp.read_text() != key:
+            stamp.unlink(missing_ok=True)
+            make(folder)
+            stamp.write_text(key)
+    return folder
+
+
 @functools.cache
-def workshop() -> tempfile.TemporaryDirectory[str]:
-    """For what this process makes once."""
-    return tempfile.TemporaryDirectory()
+def compiler() -> str:
+    """What results depend on apart from sources and options: versions and the processor's code."""
+    found = [str(CUDA.resolve())]
+    for query in (["--version"], ["-march=native", "-Q", "--help=target"]):
+        done = subprocess.run(["g++", *query], capture_output=True, text=True, check=True)
+        found.append(done.stdout)
+    return "".join(found)
+
+
+def included(source: Path, folders: Sequence[Path]) -> dict[Path, str]:
+    """The texts of a source and of the files in `folders` that it includes by relative names."""
+    found: dict[Path, str] = {}
+    waiting = [source]
+    while waiting:
+        path = waiting.pop()
+        if path in found:
+            continue
+        found[path] = text = path.read_text()
+        for name in re.findall(r'^\s*#\s*include "([^"]+)"', text, re.MULTILINE):
+            waiting += [f for folder in (path.parent, *folders) if (f := folder / name).is_file()]
+    return found
 
 
 @functools.cache
 def _engine() -> Path:
-    path = Path(workshop().name) / "engine.o"
     flags = ["-O3", "-march=native", "-fno-gnu-unique", "-fPIC", f"-I{HERE}", "-c"]
-    compile_cxx(*flags, "-o", path, HERE / "engine.cpp")
-    return path
+    source = HERE / "engine.cpp"
+
+    def make(folder: Path) -> None:
+        compile_cxx(*flags, "-o", folder / "engine.o", source)
+
+    inputs = [compiler(), flags, *included(source, [HERE]).values()]
+    return made_once("engine", inputs, make) / "engine.o"
 
 
 def compile_cxx(*arguments: str | Path) -> None:
@@ -202,30 +247,48 @@ def changed_sources(folder: Path, file: str, right: str, wrong: str) -> Path:
 
 
 def build(
-    folder: Path,
     source: Path,
     defines: Sequence[str] = (),
     csrc: Path = CSRC,
-    name: str = "kernels",
     mutations: Sequence[Mutation] = (),
 ) -> Machine:
-    """`source` with the kernels of `csrc` that it includes. What is made lies in `folder`."""
-    for path in csrc.rglob("*.cuh"):
+    """`source` with the kernels of `csrc` that it includes."""
+    rewritten: dict[Path, str] = {}
+    for path in sorted(csrc.rglob("*.cuh")):
+        name = path.relative_to(csrc)
         text = path.read_text()
-        rewritten = _mutable(text, str(path.relative_to(csrc)), mutations)
+        changed = _mutable(text, str(name), mutations)
         for cuda, host in REWRITTEN.items():
-            rewritten = rewritten.replace(cuda, host)
-        if rewritten != text:
-            target = folder / path.relative_to(csrc)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(rewritten)
-    library, made = folder / f"{name}.so", folder / f"{name}.o"
-    includes = [f"-I{path}" for path in (folder, HERE, csrc)]
+            changed = changed.replace(cuda, host)
+        if changed != text:
+            rewritten[name] = changed
     # -Og: -O1 takes twice the time to compile and runs no faster.
     flags = ["-Og", "-g1", "-w", "-fPIC", "-fno-gnu-unique", "-fno-strict-aliasing"]
     flags += ["-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0"]
     flags += [f"-D{define}" for define in defines]
-    compile_cxx(*flags, *includes, "-isystem", CUDA, "-c", "-o", made, source)
-    # Linked without -fsanitize=thread: the machine has what the compiler calls.
-    compile_cxx("-shared", "-fno-gnu-unique", "-o", library, made, _engine())
-    return Machine(library)
+    engine = _engine()
+
+    def make(folder: Path) -> None:
+        shutil.rmtree(folder / "csrc", ignore_errors=True)
+        for name, text in rewritten.items():
+            target = folder / "csrc" / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text)
+        includes = [f"-I{path}" for path in (folder / "csrc", HERE, csrc)]
+        made = folder / "kernels.o"
+        compile_cxx(*flags, *includes, "-isystem", CUDA, "-c", "-o", made, source)
+        # Linked without -fsanitize=thread: the machine has what the compiler calls.
+        library = folder / "kernels.so"
+        compile_cxx("-shared", "-fno-gnu-unique", "-o", library, made, engine)
+        made.unlink()
+
+    texts = included(source, [HERE, csrc])
+    inputs = [compiler(), flags, engine.stat().st_mtime_ns]
+    for path, text in sorted(texts.items()):
+        here = path.is_relative_to(csrc)
+        inputs += [path, rewritten.get(path.relative_to(csrc), text) if here else text]
+    parts = [source.stem, *(re.sub(r"\W", "_", define) for define in defines)]
+    if mutations:
+        parts.append(hashlib.sha256(repr([*mutations]).encode()).hexdigest()[:8])
+    kept = KEPT if csrc == CSRC else csrc.parent / "simulator"
+    return Machine(made_once("_".join(parts), inputs, make, kept) / "kernels.so")

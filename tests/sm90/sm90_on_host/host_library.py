@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from sm90_on_host.build import CSRC, CUDA, HERE, compile_cxx, workshop
+from sm90_on_host.build import CSRC, CUDA, HERE, compile_cxx, compiler, included, made_once
 from sm90_on_host.guarded import guarded
 from torch import Tensor
 
@@ -34,13 +34,19 @@ class HostLibrary:
 
     @functools.cached_property
     def native(self) -> ctypes.CDLL:
-        path = Path(workshop().name) / f"{self.source.stem}.so"
         own = Path(torch.__file__).parent
         includes = [f"-I{HERE}", f"-I{CSRC}", "-isystem", own / "include", "-isystem", CUDA]
         links = [f"-L{own / 'lib'}", "-ltorch_cpu", "-lc10"]
         defines = ["-DTORCH_TARGET_VERSION=0x020b000000000000"]
         flags = ["-O1", "-g1", "-w", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-gnu-unique"]
-        compile_cxx(*flags, *defines, *includes, "-o", path, self.source, *links)
+        name = f"{self.source.stem}.so"
+
+        def make(folder: Path) -> None:
+            compile_cxx(*flags, *defines, *includes, "-o", folder / name, self.source, *links)
+
+        inputs = [compiler(), flags, defines, own, torch.__version__]
+        inputs += included(self.source, [HERE, CSRC]).values()
+        path = made_once(self.source.stem, inputs, make) / name
         torch.ops.load_library(str(path))
         return ctypes.CDLL(str(path))
 

@@ -129,15 +129,29 @@ def test_layer_as_torch() -> None:
 
 @pytest.mark.slow
 def test_import_order_does_not_matter() -> None:
-    code = (
-        "import sys, torch\n"
-        "{imports}\n"
-        "q = torch.randn(1, 1, 4, 8)\n"
-        "with FlopCounterMode(display=False) as counter: fastattn.attention(q, q, q)\n"
-        "assert counter.get_total_flops() == 2 * 4 * 4 * 16, counter.get_total_flops()\n"
-    )
+    """Each order in a copy of a process that has imported torch."""
     fast, counter = "import fastattn", "from torch.utils.flop_counter import FlopCounterMode"
     late = f"{fast}\nassert 'triton' not in sys.modules\n{counter}"
     look = "import importlib.util; importlib.util.find_spec('torch.utils.flop_counter')"
-    for imports in (late, f"{counter}\n{fast}", f"{fast}\n{look}\n{counter}"):
-        subprocess.run([sys.executable, "-c", code.format(imports=imports)], check=True)
+    orders = (late, f"{counter}\n{fast}", f"{fast}\n{look}\n{counter}")
+    done = subprocess.run(
+        [sys.executable, "-c", _IN_ORDER, *orders], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(2 * 4 * 4 * 16)] * len(orders)
+
+
+_IN_ORDER = """
+import os, sys, torch
+assert not {"fastattn", "torch.utils.flop_counter"} & set(sys.modules)
+for imports in sys.argv[1:]:
+    child = os.fork()
+    if child == 0:
+        exec(imports)
+        q = torch.randn(1, 1, 4, 8)
+        with FlopCounterMode(display=False) as counter:
+            fastattn.attention(q, q, q)
+        print(counter.get_total_flops(), flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, imports
+"""

@@ -7,6 +7,7 @@
 #include "attention/key_range.h"
 #include "attention/sm90/masks/mask_classes.h"
 #include "common/cuda_stream.h"
+#include "common/dropout.h"
 #include "common/dtype.h"
 #include "common/tensor_view.h"
 
@@ -57,13 +58,21 @@ const char* order_sequences(const Packing& packing, cuda::Stream stream);
 
 // Dropout of attention weights; common/dropout.h defines the random bits.
 struct Dropout {
-  const int64_t* seed = nullptr;  // one element on the device
+  const int64_t* seed = nullptr;  // on the device: the seed, or with its origin five numbers
+  bool has_origin = false;
   uint32_t stream = 0;
   int threshold = 0;
   float keep_scale = 1.0f;
   // Workspace: one hash for every two keys, up to the end of the last block (of at most 128 keys).
   uint32_t* column_keys = nullptr;
 };
+
+FASTATTN_PURE dropout::Origin origin_of(const Dropout& dropout) {
+  return dropout.has_origin ? dropout::origin_of(dropout.seed) : dropout::Origin{};
+}
+FASTATTN_PURE uint32_t column_key(const Dropout& dropout, uint32_t unit) {
+  return dropout::column_key(*dropout.seed, dropout.stream, origin_of(dropout).column_unit + unit);
+}
 
 // Fills column_keys for the first `units` pairs of columns. Returns nullptr or an error message.
 const char* hash_columns(const Dropout& dropout, int units, cuda::Stream stream);

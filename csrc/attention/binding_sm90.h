@@ -148,8 +148,13 @@ inline Dropout dropout_of(const Call& call) {
   }
   STD_TORCH_CHECK(call.dropout_seed, "dropout needs dropout_seed");
   const int threshold = dropout::threshold(call.dropout_p);
-  return {cuda_data_of<int64_t>(*call.dropout_seed, "dropout_seed", call.q, ScalarType::Long, 1),
-          static_cast<uint32_t>(call.dropout_stream), threshold, dropout::keep_scale(threshold),
+  const bool has_origin = call.dropout_seed->numel() == dropout::kSeedAndOrigin;
+  return {cuda_data_of<int64_t>(*call.dropout_seed, "dropout_seed", call.q, ScalarType::Long,
+                                has_origin ? dropout::kSeedAndOrigin : 1),
+          has_origin,
+          static_cast<uint32_t>(call.dropout_stream),
+          threshold,
+          dropout::keep_scale(threshold),
           nullptr};
 }
 

@@ -38,7 +38,7 @@ const char* hash_columns(const Dropout& dropout, int units, cuda::Stream) {
   on_host::launch((units + kThreads - 1) / kThreads, kThreads, [=] {
     const int unit = blockIdx.x * kThreads + threadIdx.x;
     if (unit < units) {
-      dropout.column_keys[unit] = dropout::column_key(*dropout.seed, dropout.stream, unit);
+      dropout.column_keys[unit] = column_key(dropout, unit);
     }
   });
   return nullptr;

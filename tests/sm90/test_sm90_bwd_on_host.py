@@ -28,6 +28,7 @@ from fastattn.testing.spec import OpSpec, Sample, all_specs
 
 TESTS = Path(__file__).resolve().parent
 SPEC = all_specs()["attention"]
+_ORIGIN = (3, 2**32 - 1, 48, 2**33 - 64)  # of dropout bits
 HEAD_DIMS = (64, 96, 128, 192, 256)  # 96 takes the instance of 128
 pytestmark = pytest.mark.slow
 
@@ -49,7 +50,8 @@ OWN = tuple(
         _sample(f"causal_gqa_{D}", causal="bottom_right", H=4, K=2, M=150, N=200, D=D, B=1),
         _sample(f"lengths_{D}", M=140, N=150, D=D, layout="bshd", query_lengths=[140, 70],
                 key_lengths=[33, 150]),
-        _sample(f"dropout_{D}", dropout_p=0.3, H=4, K=2, M=140, N=150, D=D, key_lengths=[33, 150]),
+        _sample(f"dropout_{D}", dropout_p=0.3, H=4, K=2, M=140, N=150, D=D, key_lengths=[33, 150],
+                origin=_ORIGIN),
         _sample(f"mask_{D}", mask="rows BHMN", H=4, K=2, M=140, N=260, D=D, B=1, causal="top_left"),
         _sample(f"blocks_{D}", mask="blocks BMN", M=270, N=270, D=D, key_lengths=[270, 201], H=1),
         _sample(f"bias_{D}", mask="float HMN", H=4, K=2, M=140, N=260, D=D, key_lengths=[260, 77]),
@@ -58,14 +60,14 @@ OWN = tuple(
         _sample(f"bias_dropout_{D}", mask="float HMN", H=4, K=2, M=140, N=264, D=D,
                 key_lengths=[260, 77], dropout_p=0.2),
         _sample(f"bias_fp32_{D}", mask="fp32 BMN", H=4, K=2, M=150, N=264, D=D, dropout_p=0.4,
-                causal="top_left"),
+                causal="top_left", origin=_ORIGIN),
         _sample(f"bias_fp32_odd_{D}", mask="fp32 BMN", H=1, M=140, N=203, D=D),
         _sample(f"bias_row_{D}", mask="float BN", H=4, K=2, M=140, N=264, D=D, dropout_p=0.1),
         _sample(f"bias_fp32_row_{D}", mask="fp32 HN", H=2, M=140, N=264, D=D, window=(60, 30)),
         _sample(f"window_{D}", window=(30, 20), M=140, N=260, D=D, B=1, H=1),
         _sample(f"scores_{D}", alibi="H", softcap=3.0, sinks=0.0, M=150, N=200, D=D, B=1, H=4, K=2,
                 causal="bottom_right"),
-        _sample(f"scores_dropout_{D}", alibi="BH", M=200, N=140, D=D, dropout_p=0.3,
+        _sample(f"scores_dropout_{D}", alibi="BH", M=200, N=140, D=D, dropout_p=0.3, origin=_ORIGIN,
                 causal="bottom_right_lengths", key_lengths=[33, 140], query_lengths=[200, 150]),
         _sample(f"scores_mask_{D}", mask="rows BHMN", softcap=2.0, relative=("t5", 16, 40), M=140,
                 N=260, D=D, B=1),
@@ -120,7 +122,7 @@ OWN_PACKED = tuple(
     for D in HEAD_DIMS
     for name, options in (
         ("packed", {"H": 4, "K": 2}), ("packed_causal", {"causal": "bottom_right"}),
-        ("packed_dropout", {"dropout_p": 0.5}),
+        ("packed_dropout", {"dropout_p": 0.5, "origin": _ORIGIN}),
         ("packed_scores", {"alibi": "BH", "softcap": 2.0, "sinks": 0.0, "causal": "bottom_right"}),
     )
 )  # fmt: skip

@@ -71,6 +71,8 @@ class Case:
         return Instance(DTYPES[self.dtype], dim, self.variant)
 
 
+# A seed with an origin: the first sequence, head, query and key.
+_PART = torch.tensor([0x1234_5678_9ABC, 3, 2**32 - 1, 48, 2**33 - 64])
 _SEQUENCES = ((65, 40), (0, 30), (130, 200), (1, 0), (64, 129))
 CASES = {
     "64": Case(64, "kFull", B=2, query_lengths=[130, 200], key_lengths=[300, 129]),
@@ -83,6 +85,7 @@ CASES = {
         64, "kBounded", B=3, K=1, causal=3, query_lengths=[130, 200, 0], key_lengths=[300, 77, 129]
     ),
     "64 dropout": Case(64, "kDropout", B=2, dropout_p=0.3, causal=1),
+    "64 dropout of a part": Case(64, "kDropout", B=2, M=70, dropout_p=0.3, causal=1, seed=_PART),
     "64 mask": Case(64, "kMask", B=2, mask=torch.bool, key_lengths=[300, 100]),
     "64 bias": Case(64, "kBias", mask=torch.float32, mask_dims=(1, 2, 3), causal=2, K=1),
     "40 to 24": Case(40, "kBounded", E=24, dtype=torch.float16, causal=2, window=(100, 30)),
@@ -90,7 +93,9 @@ CASES = {
     "128": Case(128, "kFull", M=130, key_lengths=[257]),
     "128 window": Case(128, "kBounded", window=(40, 20), B=2, key_lengths=[300, 0], K=1),
     "128 packed window": Case(128, "kBounded", packed=_SEQUENCES, slack=3, window=(30, 10)),
-    "128 packed dropout": Case(128, "kDropout", packed=_SEQUENCES, dropout_p=0.5, ordered=True),
+    "128 packed dropout": Case(
+        128, "kDropout", packed=_SEQUENCES, dropout_p=0.5, ordered=True, seed=_PART
+    ),
     "128 own diagonals, window": Case(
         128,
         "kBounded",

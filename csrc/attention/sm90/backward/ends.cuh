@@ -88,10 +88,12 @@ __global__ void __launch_bounds__(kPrepareThreads)
     constexpr int kUnits = dropout::units(Traits::kRows);
     const uint32_t stream =
         dropout::stream_key(dropout::kRowTag, *args.dropout.seed, args.dropout.stream);
-    const uint32_t state = dropout::absorb(dropout::absorb(stream, sequence.number), block.head);
+    const dropout::Origin origin = origin_of(args.dropout);
+    const uint32_t state =
+        dropout::absorb(dropout::absorb(stream, origin.b + sequence.number), origin.h + block.head);
     for (int i = threadIdx.x; i < kUnits; i += kPrepareThreads) {
       args.row_keys[static_cast<int64_t>(blockIdx.x) * kUnits + i] =
-          dropout::absorb(state, dropout::units(first_row) + i);
+          dropout::absorb(state, origin.row_unit + dropout::units(first_row) + i);
     }
   }
   if (args.dq_semaphores) {

@@ -58,7 +58,8 @@ struct TileProducts {
                                              uint32_t (&words)[kWords]) const {
     const uint32_t stream =
         dropout::stream_key(dropout::kColumnTag, *args.dropout.seed, args.dropout.stream);
-    const uint32_t unit = dropout::lattice_unit(tile_key) + thread.first_column();
+    const uint32_t unit = dropout::lattice_unit(tile_key) + thread.first_column() +
+                          origin_of(args.dropout).column_unit;
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
       words[i] = dropout::word(

@@ -22,8 +22,7 @@ __device__ __forceinline__ void hash_keys(const BackwardPart<Traits>& own) {
     }
     const int key = own.shared.work.first_key + own.first_own_key() + own.thread.upper_row();
     own.shared.dropout.columns[own.group][dropout::lattice_unit(own.thread.upper_row())] =
-        dropout::column_key(*own.args.dropout.seed, own.args.dropout.stream,
-                            dropout::lattice_unit(key));
+        column_key(own.args.dropout, dropout::lattice_unit(key));
     __syncwarp();
   }
 }

@@ -45,9 +45,11 @@ __device__ __forceinline__ void clear_dead_values(ForwardPart<Traits>& own, cons
 template <class Traits>
 __device__ __forceinline__ void hash_rows(ForwardPart<Traits>& own, const TileInfo& tile) {
   if (drops<Traits>(own.args.dropout)) {
+    const dropout::Origin origin = origin_of(own.args.dropout);
     own.row_key =
-        dropout::absorb(dropout::absorb(dropout::absorb(own.row_stream, tile.batch), tile.head),
-                        dropout::lattice_unit(own.upper_row(tile)));
+        dropout::absorb(dropout::absorb(dropout::absorb(own.row_stream, origin.b + tile.batch),
+                                        origin.h + tile.head),
+                        origin.row_unit + dropout::lattice_unit(own.upper_row(tile)));
   }
 }
 

@@ -5,11 +5,10 @@
 namespace fastattn::attention {
 namespace {
 
-__global__ void hash_columns_kernel(uint32_t* keys, int units, const int64_t* seed,
-                                    uint32_t stream) {
+__global__ void hash_columns_kernel(Dropout dropout, int units) {
   const int unit = blockIdx.x * blockDim.x + threadIdx.x;
   if (unit < units) {
-    keys[unit] = dropout::column_key(*seed, stream, unit);
+    dropout.column_keys[unit] = column_key(dropout, unit);
   }
 }
 
@@ -20,8 +19,7 @@ const char* hash_columns(const Dropout& dropout, int units, cuda::Stream stream)
   if (units == 0) {
     return nullptr;
   }
-  hash_columns_kernel<<<(units + kThreads - 1) / kThreads, kThreads, 0, stream>>>(
-      dropout.column_keys, units, dropout.seed, dropout.stream);
+  hash_columns_kernel<<<(units + kThreads - 1) / kThreads, kThreads, 0, stream>>>(dropout, units);
   const cudaError_t error = cudaGetLastError();
   return error ? cudaGetErrorString(error) : nullptr;
 }

@@ -78,7 +78,11 @@ def _restrictions(M: int, N: int) -> dict[str, dict[str, Any]]:
             ),
             "query_lengths": torch.tensor([5, M]),
         },
-        "dropout": {"dropout_p": 0.3, "dropout_seed": torch.tensor([9]), "causal": "top_left"},
+        "dropout": {
+            "dropout_p": 0.3,
+            "dropout_seed": torch.tensor([9, 1, 3, 32, 2**33 - 16]),
+            "causal": "top_left",
+        },
     }
 
 

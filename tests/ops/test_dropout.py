@@ -191,6 +191,20 @@ def test_a_given_seed_draws_nothing() -> None:
     assert torch.equal(generator.get_rng_state(), state), "nor does p = 0"
 
 
+def test_calls_with_any_origin_share_a_compiled_graph() -> None:
+    q = torch.ones(1, 1, 20, 8, device=DEVICE)
+
+    def dropped(seed: Tensor) -> Tensor:
+        return fastattn.attention(q, q, q, dropout_p=0.5, dropout_seed=seed)
+
+    compiled = torch.compile(dropped, fullgraph=True, backend="aot_eager")
+    seeds = [torch.tensor([1, b, 0, 16 * b, 0], device=DEVICE) for b in range(3)]
+    compiled(seeds[0])
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for seed in seeds:
+            assert torch.equal(compiled(seed), dropped(seed))
+
+
 def test_an_origin_must_be_a_multiple_of_16() -> None:
     q = torch.ones(1, 1, 4, 8)
     with pytest.raises(ValueError, match="must have multiples of 16 as the index"):

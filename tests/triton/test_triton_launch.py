@@ -157,7 +157,7 @@ class _Call:
         q, k, v, out, dout = (tensor(2, 2, S, D) for _ in range(5))
         lse = tensor(2, 2, S, dtype=torch.float32)
         p = options.get("dropout_p", 0.0)
-        seed = torch.tensor([1]) if p else None
+        seed = torch.tensor([1, *options.get("origin", ())]) if p else None
         keys, queries = (
             tensor(2, dtype=torch.int32) if name in options.get("lengths", ()) else None
             for name in ("keys", "queries")
@@ -191,6 +191,7 @@ _FEATURES: dict[str, dict[str, Any]] = {
     "causal": {"causal": 2},
     "mask": {"mask": torch.ones(1, 1, 256, 256, dtype=torch.bool)},
     "dropout": {"dropout_p": 0.5},
+    "dropout of a part": {"dropout_p": 0.5, "origin": (1, 2, 16, 32)},
     "padded": {"D": 80},
     "lengths": {"lengths": ("keys", "queries"), "causal": 3},
     "key lengths": {"lengths": ("keys",)},

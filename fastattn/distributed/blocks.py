@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastattn.ops._select import OPS, select
+from fastattn.ops.attention.calls import BackwardCall
 from fastattn.ops.attention.op import CAUSAL
 
 _TOP_LEFT, _BOTTOM_RIGHT = CAUSAL["top_left"], CAUSAL["bottom_right"]
@@ -151,34 +153,33 @@ class Block:
         """The gradients of its part of each of `x`, None where not needed. out, lse, dout and dlse
         are those of the merged result, for this process's rows.
 
-        The block's own out and lse are computed again, because a backend may compute the weights
-        again too, and not from the lse that it is given.
+        A backend that may compute the weights again, instead of taking them from lse, gets the
+        block's own out and lse, which are computed again.
         """
-        inputs, options = self._inputs(x), self._options()
-        own_out, own_lse = self._run(torch.ops.fastattn.attention_fwd, *inputs, *options)
-        out, lse = self.of_rows(out), self.of_rows(lse)
-        weight = torch.exp(own_lse - lse).masked_fill_(own_lse == -torch.inf, 0.0)
-        live = weight > 0  # in other rows, gradients may be NaN
-        own_dout = own_dlse = None
-        if dlse is not None:
-            own_dlse = torch.where(live, self.of_rows(dlse) * weight, 0)
-        if dout is not None:
-            own_dout = self.of_rows(dout) * weight[..., None]
-            own_dout = torch.where(live[..., None], own_dout, 0).to(out.dtype)
-            change = (own_dout.to(lse.dtype) * (own_out.to(lse.dtype) - out)).sum(-1)
-            own_dlse = change if own_dlse is None else own_dlse + change
-        *tensors, bias, _ = inputs
-        given = [need and y is not None for need, y in zip(needs, x, strict=True)]
-        found = self._run(
-            torch.ops.fastattn.attention_bwd,
-            own_dout, own_dlse, *tensors, own_out, own_lse, bias, None, *options, [*given, False],
-        )  # fmt: skip
+        *tensors, bias, _ = self._inputs(x)
+        needs = [need and y is not None for need, y in zip(needs, x, strict=True)]
+
+        def call_with(
+            dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor
+        ) -> BackwardCall:
+            given = (dout, dlse, *tensors, out, lse, bias, None)
+            return BackwardCall._make([*given, *self._options(), [*needs, False]])
+
+        out, lse = self.of_rows(out), self.of_rows(lse).contiguous()
+        dout = None if dout is None else self.of_rows(dout)
+        dlse = None if dlse is None else self.of_rows(dlse).contiguous()
+        call = call_with(dout, dlse, out, lse)
+        if not _uses_lse(call, self.call.backend):
+            own_out, own_lse = self.forward(x)
+            call = call_with(
+                *_own_gradients(own_out, own_lse, out, lse, dout, dlse), own_out, own_lse
+            )
+        found = self._run(torch.ops.fastattn.attention_bwd, *call)
         dmask, dbias = found[3:5]
-        if given[3] and x.mask is not None:
+        if needs[3] and x.mask is not None:
             dmask = dmask.sum_to_size(self.of_mask(x.mask).shape)
-        return [
-            y if need else None for y, need in zip((*found[:3], dmask, dbias), given, strict=True)
-        ]
+        gradients = (*found[:3], dmask, dbias)
+        return [y if need else None for y, need in zip(gradients, needs, strict=True)]
 
     # -- parts of tensors -------------------------------------------------------------------------
     def of_rows(self, x: Tensor) -> Tensor:
@@ -302,6 +303,32 @@ class Block:
 
 def _intersection(mask: Tensor, allowed: Tensor) -> Tensor:
     return mask & allowed if mask.dtype == torch.bool else torch.where(allowed, mask, -torch.inf)
+
+
+def _uses_lse(call: BackwardCall, backend: str | None) -> bool:
+    """Whether out and lse of this backward may be those of a softmax over more keys."""
+    op = OPS["attention_bwd"]
+    uses_lse = getattr(op.module(select(op, call, backend)), "attention_bwd_uses_lse", None)
+    return uses_lse is not None and uses_lse(call)
+
+
+def _own_gradients(
+    own_out: Tensor,
+    own_lse: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Those of own_out and own_lse, which have been merged into out and lse."""
+    weight = torch.exp(own_lse - lse).masked_fill_(own_lse == -torch.inf, 0.0)
+    live = weight > 0  # in other rows, gradients may be NaN
+    own_dlse = None if dlse is None else torch.where(live, dlse * weight, 0)
+    if dout is None:
+        return None, own_dlse
+    own_dout = torch.where(live[..., None], dout * weight[..., None], 0).to(out.dtype)
+    change = (own_dout.to(lse.dtype) * (own_out.to(lse.dtype) - out)).sum(-1)
+    return own_dout, change if own_dlse is None else own_dlse + change
 
 
 # -- merged results -------------------------------------------------------------------------------

@@ -208,6 +208,8 @@ class RingAttention(torch.autograd.Function):
         q, k, v, mask, bias, sinks, out, lse = ctx.saved_tensors
         ring, call, needs = ctx.ring, ctx.call, ctx.needs_input_grad
         inputs = Inputs(q, k, v, mask, bias)
+        # As in calls without sinks, which blocks are: rows without a key have lse -inf.
+        lse_of_keys = lse if sinks is None else lse.masked_fill(lse == sinks[:, None], -torch.inf)
         totals = _zeros(inputs, needs[:5], lse.dtype)
         dq, dk, dv, dmask, dbias = totals
         held = _contiguous(ring.own_chunks(k, v))
@@ -225,7 +227,7 @@ class RingAttention(torch.autograd.Function):
                 for block in ring.blocks(call, c):
                     found = iter(totals_of_chunks[c])
                     of_chunk = [next(found) if need else None for need in needs[1:3]]
-                    parts = block.backward(chunk, out, lse, dout, dlse, needs[:5])
+                    parts = block.backward(chunk, out, lse_of_keys, dout, dlse, needs[:5])
                     block.add_to((dq, *of_chunk, dmask, dbias), parts)
             gradient_transfers.wait()
             _add(arrived, own | totals_of_chunks)

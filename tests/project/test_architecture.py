@@ -210,6 +210,8 @@ _LAYERS = (
             "fastattn.functional",
             "fastattn.nn",
             "fastattn.distributed",
+            "fastattn.ops._select",
+            "fastattn.ops.attention.calls",
             "fastattn.ops.attention.op",
         ),
     ),

@@ -62,6 +62,11 @@ def attention_bwd_unsupported(call: BackwardCall) -> str | None:
     return _refusal(call.q.dtype, call.q.shape[2], call.k.shape[2])
 
 
+def attention_bwd_uses_lse(call: BackwardCall) -> bool:
+    """The gradient of a mask may be computed for weights whose sum is 1."""
+    return not call.needs[3]
+
+
 def attention_varlen_fwd_unsupported(call: PackedForwardCall) -> str | None:
     return _refusal(call.q.dtype, call.q.shape[0], call.k.shape[0])
 

@@ -110,6 +110,11 @@ def attention_bwd_unsupported(call: BackwardCall) -> str | None:
     return _padded_unsupported(call)
 
 
+def attention_bwd_uses_lse(call: BackwardCall) -> bool:
+    """The gradient of a mask may need a delta that is not computed from `out`."""
+    return not call.needs[3]
+
+
 def attention_paged_fwd_unsupported(call: PagedForwardCall) -> str | None:
     page = call.k.shape[2]
     if page not in _PAGE_SIZES:

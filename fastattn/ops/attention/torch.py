@@ -151,6 +151,14 @@ def attention_bwd_unsupported(call: BackwardCall) -> str | None:
     return _refusal(call)
 
 
+def attention_bwd_uses_lse(call: BackwardCall) -> bool:
+    """Of the fused kernels; products compute the softmax again."""
+    needs_scores = (call.needs[3] and call.mask is not None) or (
+        call.needs[4] and call.distance_bias is not None
+    )
+    return is_fused(call) and not (needs_scores or _has_huge_scores(call.lse))
+
+
 def attention_bwd(call: BackwardCall, first: int = 0) -> _Gradients:
     needs = call.needs
     dsinks = None
@@ -162,7 +170,7 @@ def attention_bwd(call: BackwardCall, first: int = 0) -> _Gradients:
         return (*(None if x is None or not n else torch.zeros_like(x) for x, n in pairs), dsinks)
     needs_dmask = needs[3] and call.mask is not None
     needs_dbias = needs[4] and call.distance_bias is not None
-    fused = is_fused(call) and not (needs_dmask or needs_dbias or _has_huge_scores(call.lse))
+    fused = attention_bwd_uses_lse(call)
     t = prepare(call, fused)
     dout = torch.zeros_like(call.out) if call.dout is None else call.dout
     dlse, lse = call.dlse, call.lse

@@ -9,6 +9,7 @@ the backward).
 from .backward import (
     attention_bwd,
     attention_bwd_unsupported,
+    attention_bwd_uses_lse,
     attention_bwd_workspace,
     attention_varlen_bwd,
     attention_varlen_bwd_unsupported,
@@ -29,6 +30,7 @@ from .forward import (
 __all__ = [
     "attention_bwd",
     "attention_bwd_unsupported",
+    "attention_bwd_uses_lse",
     "attention_bwd_workspace",
     "attention_fwd",
     "attention_fwd_unsupported",

@@ -182,6 +182,11 @@ def _without_zeros(
 # -- packed sequences -----------------------------------------------------------------------------
 
 
+def attention_bwd_uses_lse(call: BackwardCall) -> bool:
+    """Some calls need a delta that is not computed from `out`."""
+    return call.q.dtype.itemsize >= 4 and not call.needs[3]
+
+
 def attention_varlen_bwd_unsupported(call: PackedBackwardCall) -> str | None:
     q, k, v, out, dout = map(heads_first, (call.q, call.k, call.v, call.out, call.dout))
     return unsupported(None, q, k, v, out=out, dout=dout)

@@ -20,7 +20,7 @@ from fastattn._arguments import (
 )
 from fastattn._scores import RelativeBuckets, score_arguments
 from fastattn.distributed.all_to_all import gather_rows, to_heads, to_sequence
-from fastattn.distributed.blocks import Call
+from fastattn.distributed.blocks import DROPOUT_TILE, Call
 from fastattn.distributed.ring import Ring, RingAttention
 from fastattn.distributed.sequence import place
 from fastattn.functional import PreparedMask
@@ -74,7 +74,10 @@ def context_parallel_attention(
             in their order. Tiles of a prepared mask are not used.
         key_lengths: [B], or [B, M / P] for this process's queries.
         alibi_slopes, sinks, relative_bias: the same on every process, with all heads.
-        dropout_p: must be 0.
+        dropout_p: the ring needs chunks of a multiple of 16 queries and keys.
+        dropout_seed: the same on every process, so that the same weights are dropped as by
+            `attention` of the whole sequences. A seed of 5 numbers is that of the whole sequences.
+            None: each process draws its own.
 
     Returns:
         out [B, H, M / P, E], or (out, lse), lse [B, H, M / P]. Differentiable once.
@@ -110,11 +113,10 @@ def context_parallel_attention(
         causal=code, B=B, M=M, N=N, q=q,
     )  # fmt: skip
     left, right = check_window(window)
-    seed = check_dropout(dropout_p, dropout_seed, dropout_stream, q.device)
-    if seed is not None:
-        raise NotImplementedError(f"dropout_p must be 0.0, got {dropout_p}")
-    _check_chunks("q", q, balanced)
-    _check_chunks("k", k, key_balanced)
+    seed = check_dropout(dropout_p, dropout_seed, dropout_stream, q.device, takes_origin=True)
+    in_tiles = seed is not None and method == "ring"
+    _check_chunks("q", q, balanced, in_tiles)
+    _check_chunks("k", k, key_balanced, in_tiles)
     call = Call(
         M, N, key_lengths, query_lengths, cap, code, left, right, check_scale(scale, D),
         float(dropout_p), _with_origin(seed), dropout_stream, attention_op.choice(None),
@@ -134,9 +136,16 @@ def context_parallel_attention(
     return (out, lse) if return_lse else out
 
 
-def _check_chunks(name: str, x: Tensor, balanced: bool) -> None:
-    if balanced and x.shape[2] % 2:
-        raise ValueError(f"{name} must hold two chunks of equal length, got {x.shape[2]} positions")
+def _check_chunks(name: str, x: Tensor, balanced: bool, in_tiles: bool) -> None:
+    positions = x.shape[2]
+    if balanced and positions % 2:
+        raise ValueError(f"{name} must hold two chunks of equal length, got {positions} positions")
+    size = positions // 2 if balanced else positions
+    if in_tiles and size % DROPOUT_TILE:
+        raise ValueError(
+            f"{name} must hold chunks of a multiple of {DROPOUT_TILE} positions for dropout with "
+            f'method="ring", got {size}'
+        )
 
 
 def _with_origin(seed: Tensor | None) -> Tensor | None:

@@ -36,7 +36,8 @@ def random_sample(seed: int) -> tuple[Sample, dict[str, Any]]:
     r, P = random.Random(seed), dist.get_world_size()
     layout = {"balanced": r.random() < 0.5, "method": r.choice(["ring", "ring", "all_to_all"])}
     layout["key_balanced"] = r.choice([layout["balanced"], r.random() < 0.5])
-    sizes = (1, 2, 3, 5, 8)
+    dropout_p = r.choice([0.0, 0.0, 0.3])
+    sizes = (16, 32) if dropout_p and layout["method"] == "ring" else (1, 2, 3, 5, 8)
     M, N = (2 * P * r.choice(sizes) for _ in range(2))
     K = r.choice([P, 2 * P] if layout["method"] == "all_to_all" else [1, 2])
     causal = r.choice([False, "top_left", "bottom_right", "bottom_right_lengths"])
@@ -63,6 +64,7 @@ def random_sample(seed: int) -> tuple[Sample, dict[str, Any]]:
         "softcap": r.choice([None, None, 2.0]),
         "sinks": r.choice([None, None, 0.0, 2.0]),
         "relative": r.choice([None, None, ("t5", 8, 16), ("clipped", 9, 128)]),
+        "dropout_p": dropout_p,
         "scale": r.choice([None, None, -0.4]),
     }
     return sample(f"random {seed} {options}", **options), layout

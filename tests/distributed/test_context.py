@@ -72,10 +72,17 @@ RING = {
                "relative": ("clipped", 9, 128), "sinks": 0.0},
     "row for all": {"M": 16, "mask": "float H", "window": (2, 5), "alibi": "H", "softcap": 2.0},
 }  # fmt: skip
+# Chunks of 16 positions.
+DROPOUT = {
+    "dropped": {"M": 128, "causal": "top_left", "window": (37, -1), "mask": "float MN", "K": 2,
+                "dropout_p": 0.3, "sinks": 0.0},
+    "dropped aside": {"M": 128, "N": 256, "window": (5, 100), "key_lengths": [200, 256],
+                      "dropout_p": 0.3},
+}  # fmt: skip
 HEADS = {
     "causal": {"M": 24, "K": 4, "causal": "top_left", "layout": "bshd"},
     "everything": {"M": 16, "N": 40, "mask": "float HMN", "key_lengths": "per query",
-                   "causal": "bottom_right", "alibi": "BH", "sinks": 0.0},
+                   "causal": "bottom_right", "alibi": "BH", "sinks": 0.0, "dropout_p": 0.3},
     "mask of rows": {"M": 24, "N": 16, "mask": "float BM", "window": (9, 4), "softcap": 2.0,
                      "relative": ("t5", 8, 16), "query_lengths": [24, 11]},
     "mask of keys": {"M": 8, "mask": "bool HN", "E": 24},
@@ -98,12 +105,16 @@ def ring_equals_attention() -> None:
     _check_samples("ring", RING)
 
 
+def ring_drops_the_same_weights() -> None:
+    _check_samples("ring", DROPOUT)
+
+
 def heads_equal_attention() -> None:
     _check_samples("all_to_all", HEADS)
 
 
 def random_samples_equal_attention() -> None:
-    for seed in range(60):
+    for seed in range(40):
         given, layout = random_sample(seed)
         check(given, DTYPES[seed % len(DTYPES)], seed, **layout)
 
@@ -164,7 +175,8 @@ def errors() -> None:
          {"key_lengths": torch.ones(1, 20, dtype=torch.int64)}),
         (ValueError, "causal=True is ambiguous for 20 queries and 16 keys",
          (q, q[:, :, 1:], q[:, :, 1:]), {"causal": True}),
-        (NotImplementedError, "dropout_p must be 0.0, got 0.5", (q, q, q), {"dropout_p": 0.5}),
+        (ValueError, "q must hold chunks of a multiple of 16 positions for dropout .* got 5",
+         (q, q, q), {"dropout_p": 0.5}),
     ]:  # fmt: skip
         with pytest.raises(error, match=message):
             attend(*arguments, **options)
@@ -206,6 +218,7 @@ def some_processes() -> None:
 def test_context_parallel_attention() -> None:
     in_processes(
         ring_equals_attention,
+        ring_drops_the_same_weights,
         heads_equal_attention,
         some_gradients,
         layouts_are_inverse,

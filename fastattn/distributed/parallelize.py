@@ -275,6 +275,7 @@ class _Changes:
         self.pieces, self.sizes, self.plan = pieces, sizes, plan
         self.place = Place(**{name: _group(mesh, name, sizes[name]) for name in DIMENSIONS})
         self.shard_mesh, self.tensor_mesh = _meshes(mesh, sizes["tensor"])
+        self.own_name = type(pieces.model).__name__
         self.divides_rows = plan.sequence and sizes["tensor"] > 1
         self.rows: dict[str, list[str]] = {}
 
@@ -302,15 +303,18 @@ class _Changes:
         return [(name, ", ".join(what)) for name, what in self.rows.items()]
 
     def _note(self, name: str, what: str) -> None:
-        self.rows.setdefault(name or type(self.pieces.model).__name__, []).append(what)
+        self.rows.setdefault(name or self.own_name, []).append(what)
 
     # -- weights ----------------------------------------------------------------------------------
     def _own_weights(self, prefix: str, modules: dict[str, nn.Module]) -> LocalWeights:
         """Divides the parameters of these modules, by name below `prefix`."""
         local = LocalWeights()
-        for module in modules.values():
+        for name, module in modules.items():
             for weight, count in module_blocks(module).items():
-                divide(module.get_submodule(weight.rpartition(".")[0]), _own(weight), count)
+                owner = weight.rpartition(".")[0]
+                divide(module.get_submodule(owner), _own(weight), count)
+                place = ".".join(part for part in (prefix, name, owner) if part)
+                self._note(place, f"{_own(weight)} in {count} parts")
         for name, module in modules.items():
             path = ".".join(part for part in (prefix, name) if part)
             for weight in list(module._parameters):
@@ -353,8 +357,8 @@ class _Changes:
             keys_balanced = decoder and child == "self_attn"
             attention.sharding = replace(layer.sharding, keys_balanced=keys_balanced)
             if T.size > 1:
-                attention.num_heads //= T.size
-                self._note(f"{name}.{child}", f"{attention.num_heads} heads for each process")
+                heads, attention.num_heads = attention.num_heads, attention.num_heads // T.size
+                self._note(f"{name}.{child}", f"{attention.num_heads} of {heads} heads")
                 if isinstance(positions := positions_of(attention), AlibiPositions):
                     local.buffers.append((positions, "table", lambda x: T.part(x, 0)))
             if self.place.context.size > 1:
@@ -362,11 +366,11 @@ class _Changes:
                 layout = "balanced" if decoder else "contiguous"
                 self._note(f"{name}.{child}", f"{kind} attention, queries {layout}")
         if T.size > 1:
-            width = layer.linear2.in_features // T.size
-            self._note(f"{name}.linear1", f"{width} columns for each process")
-            self._note(f"{name}.linear2", f"{width} of the columns that it sums over")
+            width = layer.linear2.in_features
+            self._note(f"{name}.linear1", f"{width // T.size} of {width} hidden columns")
+            self._note(f"{name}.linear2", f"{width // T.size} of {width} hidden columns")
         if self.divides_rows:
-            self._note(name, f"residual stream by rows over {T.size}")
+            self._note(name, f"residual stream: 1 / {T.size} of the rows")
 
     def _sharding(self, *, packable: bool = False, balanced: bool) -> StackSharding:
         return StackSharding(
@@ -382,7 +386,8 @@ class _Changes:
         for name, stack in self.pieces.stacks.items():
             stack.sharding = self._sharding(balanced=isinstance(stack, nn.TransformerDecoder))
             if self.divides_rows:
-                self._note(name, f"input and output divided by rows over {self.place.tensor.size}")
+                size = self.place.tensor.size
+                self._note(name, f"takes 1 / {size} of the rows, returns all")
             if isinstance(stack.norm, nn.Sequential):  # a norm and a dropout
                 for key, child in stack.norm.named_children():
                     if type(child) is nn.Dropout:
@@ -410,7 +415,8 @@ class _Changes:
             setattr(parent, _own(name), ShardedDropout(dropout.p, model.sharding, "tokens"))
         for name in parts.vocabulary if divided else ():
             owner = model.get_submodule(name.rpartition(".")[0])
-            self._note(name, f"{len(_tensor(model, name)) // T.size} tokens for each process")
+            tokens = len(_tensor(model, name))
+            self._note(name, f"{tokens} tokens in {T.size} shards")
             if isinstance(owner, nn.Embedding):
                 owner.__class__ = VocabularyEmbedding
                 owner.group = T  # type: ignore[assignment]
@@ -431,7 +437,7 @@ class _Changes:
                 units += named
         for name, unit in (*units, ("", model)):
             fully_shard(unit, mesh=self.shard_mesh)
-            self._note(name, f"parameters over {size} (FSDP)")
+            self._note(name, f"parameters in {size} shards (FSDP)")
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 # Gradients are sums, of losses that are divided by the number of all tokens. gloo

@@ -35,7 +35,7 @@ def test_python_blocks_run(
     if page.stem == "compile":
         pytest.importorskip("onnxruntime")
         pytest.importorskip("onnxscript")
-    if page.stem == "distributed":  # what torchrun sets for a single process
+    if page.stem in ("distributed", "parallelize"):  # what torchrun sets for a single process
         for name, value in zip(("MASTER_ADDR", "MASTER_PORT"), ("localhost", "0"), strict=True):
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("RANK", "0")

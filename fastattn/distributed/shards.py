@@ -7,6 +7,7 @@ every sequence, along "data" of the sequences.
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -116,7 +117,7 @@ class StackSharding(Sharding):
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, *, dropout_seed: Tensor | None = None, **options: Any
     ) -> Tensor:
-        seed = dropout_seed
+        seed = self._with_origin(dropout_seed, q.shape[0], q.shape[1])
         context = self.place.context
         if context.size == 1:
             return functional.attention(q, k, v, dropout_seed=seed, **options)  # type: ignore[return-value]
@@ -132,6 +133,34 @@ class StackSharding(Sharding):
             **options,
         )
 
+    def attention_varlen(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        *longest: int,
+        dropout_seed: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        # With rows divided, the last sequence is that of `Packing.extended`.
+        sequences = len(cu_seqlens_q) - (2 if self.row_multiple > 1 else 1)
+        seed = self._with_origin(dropout_seed, sequences, q.shape[1])
+        return functional.attention_varlen(  # type: ignore[return-value]
+            q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, dropout_seed=seed, **options
+        )
+
+    def _with_origin(self, seed: Tensor | None, sequences: int, heads: int) -> Tensor | None:
+        """The seed, followed by the index of this process's first sequence and head (and query and
+        key, 0) in the attention of all processes, whose bits it draws. Processes of "data" are
+        taken to have equally many sequences.
+        """
+        if seed is None:
+            return None
+        first = self.place.data.rank * sequences, self.place.tensor.rank * heads
+        return seed if first == (0, 0) else F.pad(seed, (0, 4)) + _origin(seed.device, *first)
+
     def dropout(self, x: Tensor, p: float, training: bool) -> Tensor:
         if not training or p == 0.0:
             return x
@@ -140,6 +169,11 @@ class StackSharding(Sharding):
 
     def _row_dim(self, x: Tensor) -> int:
         return 1 if self.batch_first and x.dim() == 3 else 0
+
+
+@lru_cache(maxsize=64)
+def _origin(device: torch.device, sequence: int, head: int) -> Tensor:
+    return torch.tensor([0, sequence, head, 0, 0], device=device)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,6 +2,7 @@
 its gradients.
 """
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -94,22 +95,22 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
             )
     mesh = gradients[0].device_mesh
     local = [gradient.to_local() for gradient in gradients]
-    norms = torch.stack([norm.float() for norm in torch._foreach_norm(local)])
-    # How many processes hold each value.
-    copies = [
-        [
-            mesh.size(i) if isinstance(placement, Replicate) else 1
-            for i, placement in enumerate(gradient.placements)
-        ]
-        for gradient in gradients
+    squares = [
+        norm.float().square() / _copies(gradient)
+        for norm, gradient in zip(torch._foreach_norm(local), gradients, strict=True)
     ]
-    weights = 1.0 / torch.tensor(copies, dtype=norms.dtype).prod(dim=1).to(norms.device)
-    total = (norms.square() * weights).sum()
+    total = torch.stack(squares).sum()
     for dim in range(mesh.ndim):
         dist.all_reduce(total, group=mesh.get_group(dim))
     norm = total.sqrt()
     torch._foreach_mul_(local, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
+
+
+def _copies(tensor: DTensor) -> int:
+    """The number of processes that hold each value."""
+    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return math.prod(size for size, placement in sizes if isinstance(placement, Replicate))
 
 
 def _sharding(model: nn.Module) -> TokenSharding:

@@ -165,7 +165,8 @@ def _refusals(
             yield f"{name} must be on the mesh's device {device_type}, got {parameter.device}"
     if pieces.parts is not None:
         for dimension, why in pieces.parts.refused.items():
-            if sizes.get(dimension, T if plan.vocabulary else 1) > 1:
+            size = sizes[dimension] if dimension in sizes else T * getattr(plan, dimension)
+            if size > 1:
                 yield f'"{dimension}" must not be divided for a model that {why}'
         for name in pieces.parts.vocabulary if plan.vocabulary else ():
             rows = len(_tensor(model, name))

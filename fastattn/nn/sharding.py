@@ -107,7 +107,7 @@ class TokenModelParts:
     transformer: its name. vocabulary: names of the parameters and buffers with a row for each token
     of a vocabulary. dropouts: names of dropouts outside the Transformer. methods: those that run
     the model, besides forward. max_length: the largest number of positions, if it is limited.
-    refused: mesh dimension, or "vocabulary", -> why the model's
+    refused: mesh dimension, or option of a `Plan`, -> why the model's
     options do not support it, phrased to follow "a model that".
     """
 

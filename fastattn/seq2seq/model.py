@@ -448,7 +448,8 @@ class Seq2SeqTransformer(nn.Module):
             why = f"reads the encoder's layers {self.config.memory_layers}"
             refused = dict.fromkeys(("tensor", "context"), why)
         elif self.copying is not None:
-            refused = dict.fromkeys(("vocabulary", "context"), "copies source tokens")
+            kinds = ("vocabulary", "sequence", "context")
+            refused = dict.fromkeys(kinds, "copies source tokens")
         rows = ("embedding.weight", "target_embedding.weight", "head.weight", "head_bias")
         known = dict(self.named_parameters(remove_duplicate=False)) | dict(self.named_buffers())
         dropouts = [

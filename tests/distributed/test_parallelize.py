@@ -149,8 +149,9 @@ def trained_like_one_process(
     data = sizes.get("data", 1)
     rank = mesh.get_local_rank("data") if "data" in sizes else 0
     losses = []
-    for whole in batches(steps):
-        logits, targets = forward(model, tuple(x.chunk(data)[rank] for x in whole), packed)  # type: ignore[arg-type]
+    for batch in batches(steps):
+        part = tuple(x.chunk(data)[rank] for x in batch)
+        logits, targets = forward(model, part, packed)  # type: ignore[arg-type]
         total = sum_over_data(model, (targets != 0).sum())
         loss = loss_sum(model, logits, targets, smoothing=SMOOTHING, ignore_index=0) / total
         loss.backward()
@@ -164,8 +165,18 @@ def trained_like_one_process(
         optimizer.zero_grad()
         losses.append(float(sum_over_processes(model, loss)))
     torch.testing.assert_close(losses, expected, atol=1e-5, rtol=0.0)
+    whole_model = make_model(config).eval()
     state = full_state_dict(model)
     assert [(name, x.shape) for name, x in state.items()] == weights
+    whole_model.load_state_dict(state)
+    with torch.no_grad():
+        logits, targets = forward(model.eval(), part, packed)
+        found_loss = loss_sum(model, logits, targets, ignore_index=0)
+        logits, targets = forward(whole_model, batch, packed)
+        whole_loss = label_smoothed_cross_entropy(logits, targets, ignore_index=0)
+    mean = sum_over_processes(model, found_loss) / total
+    torch.testing.assert_close(mean, whole_loss, atol=1e-5, rtol=0.0)
+    assert all(torch.equal(x, state[name]) for name, x in full_state_dict(model).items())
 
 
 # -- plans -----------------------------------------------------------------------------------------
@@ -354,7 +365,7 @@ def refusals() -> None:
         ({"scoring": "cosine"}, "self_attn must be an unmodified attention, got ScoredMulti"),
         ({"activation": "geglu_tanh"}, "an activation of the op ffn, got GatedActivation"),
         ({"memory_layers": "same"}, '"tensor" must .* reads the encoder\'s layers same'),
-        ({"copy": True}, '"vocabulary" must .* copies source tokens'),
+        ({"copy": True}, '(?s)"vocabulary" must .* copies source tokens.*"sequence" must'),
     ):
         refused(make_model(replace(SMALL, **options)), what, tensor=2, data=2)  # type: ignore[arg-type]
     refused(nn.Transformer(16, 4, 1, 1), r"must be a Transformer.* got torch\.nn", data=4)

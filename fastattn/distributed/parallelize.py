@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -45,6 +46,8 @@ from fastattn.nn.relative import AlibiPositions
 from fastattn.nn.sharding import ShardedDropout, TokenModelParts
 
 DIMENSIONS = ("data", "context", "tensor")  # outermost first
+# Of these meshes, FSDP's is the first dimension.
+SLICED = (("data",), ("context",), ("data", "tensor"), ("context", "tensor"))
 METHODS = ("ring", "all_to_all")
 
 
@@ -104,6 +107,11 @@ def _sizes(mesh: DeviceMesh) -> dict[str, int]:
     names = mesh.mesh_dim_names or ()
     if not names or not set(names) <= set(DIMENSIONS):
         raise ValueError(f"mesh must have dimensions named among {DIMENSIONS}, got {names}")
+    if names not in SLICED and mesh.size() != dist.get_world_size():
+        raise ValueError(
+            f"mesh must hold all {dist.get_world_size()} processes, which make groups of other "
+            f"dimensions than {names}, got {mesh.size()}"
+        )
     return {name: mesh.size(names.index(name)) if name in names else 1 for name in DIMENSIONS}
 
 
@@ -456,10 +464,13 @@ def _group(mesh: DeviceMesh, name: str, size: int) -> Group:
 
 
 def _meshes(mesh: DeviceMesh, T: int) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """The meshes of parameters: that of FSDP, "data" and "context" together, and "tensor"."""
+    """The meshes of parameters: that of FSDP, "data" and "context" together, and "tensor".
+
+    They are slices of `mesh`, if it has them, or of one with the same processes.
+    """
     names = mesh.mesh_dim_names or ()
-    if names == ("data",):
-        return mesh, None
+    if names in SLICED:
+        return mesh[names[0]], mesh["tensor"] if T > 1 else None
     ranks = mesh.mesh.permute([names.index(name) for name in DIMENSIONS if name in names])
     if T == 1:
         return DeviceMesh(mesh.device_type, ranks.flatten(), mesh_dim_names=("shard",)), None

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from support import in_processes, needs_distributed
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastattn import nn as fnn
@@ -357,6 +357,8 @@ def refusals() -> None:
     )
     refused(make_model(replace(SMALL, vocabulary=50)), "embedding.weight must .* got 50", tensor=4)
     refused(make_model(SMALL), "mesh must have dimensions named among .*'rows'", rows=4)
+    with pytest.raises(ValueError, match=r"mesh must hold all 4 processes.*'tensor'.*got 2"):
+        parallelize(make_model(SMALL), DeviceMesh("cpu", [0, 2], mesh_dim_names=("tensor",)))
     by_heads = Plan(context="all_to_all")
     wide = replace(SMALL, heads=2)
     refused(make_model(wide), '"tensor" and "context", 2 x 2', by_heads, tensor=2, context=2)

@@ -8,23 +8,13 @@ from __future__ import annotations
 
 import argparse
 import io
-import os
 import sys
 from collections.abc import Callable, Sequence
 
 from fastattn.cli import demo, info, train, translate
-from fastattn.cli.arguments import (
-    DONE,
-    FAILED,
-    INTERRUPTED,
-    NO_TEXT,
-    PIPE_CLOSED,
-    WRONG_INPUT,
-    Parser,
-    UsageError,
-)
-
-DEMO_PACKAGES = ("matplotlib", "rich", "sacrebleu", "safetensors", "tokenizers")
+from fastattn.cli.arguments import DONE, WRONG_INPUT, Parser
+from fastattn.cli.errors import report
+from fastattn.cli.torchrun import silence_other_ranks
 
 EPILOG = """\
 exit codes: 0 success, 1 a check failed, nothing could be checked or training diverged, 2 wrong
@@ -35,9 +25,10 @@ output pipe was closed, 143 terminated
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
+    silence_other_ranks()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = make_parser(arguments)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(arguments, argparse.Namespace(arguments=arguments))
     if options.version:
         import fastattn
 
@@ -55,32 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if sys.stdout is not None:
             sys.stdout.flush()
         return status
-    except KeyboardInterrupt:
-        print("\nfastattn: interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except ModuleNotFoundError as error:
-        if error.name not in DEMO_PACKAGES:
-            raise
-        return _fail(
-            f"{options.command} needs the package {error.name}, which is not installed: "
-            "from a clone, pip install --no-build-isolation '.[demo]'"
-        )
-    except BrokenPipeError:  # the reader closed the pipe
-        if isinstance(sys.stdout, io.TextIOWrapper):  # or Python's last flush would fail too
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return PIPE_CLOSED
-    except (UsageError, OSError) as error:
-        return _fail(str(error))
-    except (OverflowError, MemoryError) as error:
-        return _fail(f"a number among the options is too large: {error or 'out of memory'}")
-    except Exception as error:
-        # Raised by modules that are imported lazily, so matched by name.
-        code = {
-            "TextUnavailable": NO_TEXT, "TrainingDiverged": FAILED, "DamagedFile": WRONG_INPUT,
-        }.get(type(error).__name__)  # fmt: skip
+    except (Exception, KeyboardInterrupt) as error:
+        code = report(error, options.command)
         if code is None:
             raise
-        return _fail(str(error), code)
+        return code
 
 
 def make_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
@@ -100,8 +70,3 @@ def make_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     info.add_info(commands)
     info.add_check(commands, with_options=bool(arguments) and arguments[0] == "check")
     return parser
-
-
-def _fail(message: str, code: int = WRONG_INPUT) -> int:
-    print(f"fastattn: error: {message}", file=sys.stderr)
-    return code

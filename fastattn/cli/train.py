@@ -33,6 +33,7 @@ from fastattn.cli.arguments import (
     share,
 )
 from fastattn.cli.signals import StopRequest, tell_how_to_resume
+from fastattn.cli.torchrun import add_mesh, local_device, ranks_of_mesh
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from fastattn.seq2seq.data import Pair
     from fastattn.seq2seq.generation import Translator
     from fastattn.seq2seq.model import ModelConfig, Seq2SeqTransformer
+    from fastattn.seq2seq.ranks import Ranks
     from fastattn.seq2seq.runs import PreparedText, RunFiles
     from fastattn.seq2seq.training import TrainingConfig
 
@@ -78,6 +80,7 @@ def add(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     add_device(parser)
+    add_mesh(parser)
 
     fixed: dict[str, tuple[str, Any]] = {}
 
@@ -199,33 +202,44 @@ def _run_train(options: argparse.Namespace) -> int:
     import torch
 
     device = chosen_device(options)
-    from fastattn.seq2seq import make_model
-    from fastattn.seq2seq.runs import save_start, start_run
-    from fastattn.seq2seq.training import require_trainable
+    if options.mesh is not None:
+        device = local_device(device, hasattr(options, "device"))
+    stop = StopRequest()
+    with ranks_of_mesh(options, device, stop) as ranks:
+        from fastattn.seq2seq import make_model
+        from fastattn.seq2seq.runs import save_start, start_run
+        from fastattn.seq2seq.training import require_trainable
 
-    run: Path = options.out
-    with input_errors():
-        translator = None
-        if hasattr(options, "model"):
-            translator = _pretrained(options)
-        else:
-            refuse_languages(options)
-        if options.resume:
-            prepared, files = _continue_run(options)
-        else:
-            prepared, files = _new_run(options, device, translator)
-        torch.manual_seed(files.training.seed)
-        model = make_model(files.model) if translator is None else translator.model
-        require_trainable(model, files.training)
-    if not options.resume:
-        start_run(run, files)
-        if translator is not None:
-            save_start(run, files, model, device)
-    try:
-        return _train(options, model, prepared, files, device)
-    except KeyboardInterrupt:
-        tell_how_to_resume(run, options)
-        raise
+        run: Path = options.out
+        with input_errors():
+            translator = None
+            if hasattr(options, "model"):
+                translator = _pretrained(options)
+            else:
+                refuse_languages(options)
+            if options.resume:
+                _refuse_fixed_options(options)
+            # Rank 0 starts the run, and the others open what it has written.
+            if not ranks.first:
+                ranks.wait()
+            if options.resume or not ranks.first:
+                prepared, files = _continue_run(options)
+            else:
+                prepared, files = _new_run(options, device, translator)
+            torch.manual_seed(files.training.seed)
+            model = make_model(files.model) if translator is None else translator.model
+            require_trainable(model, files.training, ranks)
+        if ranks.first:
+            if not options.resume:
+                start_run(run, files)
+                if translator is not None:
+                    save_start(run, files, model, device)
+            ranks.wait()
+        try:
+            return _train(options, model, prepared, files, device, ranks, stop)
+        except KeyboardInterrupt:
+            tell_how_to_resume(run, options)
+            raise
 
 
 def _train(
@@ -234,6 +248,8 @@ def _train(
     prepared: PreparedText,
     files: RunFiles,
     device: torch.device,
+    ranks: Ranks,
+    stop: StopRequest,
 ) -> int:
     from fastattn.seq2seq.plots import Curve, save_curves
     from fastattn.seq2seq.progress import counted
@@ -247,17 +263,23 @@ def _train(
         f"skipped), {len(prepared.valid)} for validation, {len(prepared.test)} for the test; "
         f"{parameters / 1e6:.1f} M parameters on {device}, {files.training.precision}"
     )
-    score = validation_bleu(prepared, options.bleu_sentences) if options.bleu_sentences else None
-    with StopRequest() as stop:
+    score = None
+    if options.bleu_sentences:
+        score = validation_bleu(prepared, options.bleu_sentences, ranks)
+    with stop:
         result = train(
             model, prepared.train, prepared.valid, files.training,
             device=device, run=run, resume=options.resume, score=score, should_stop=stop,
+            ranks=ranks,
         )  # fmt: skip
     updates = result.first_step + len(result.losses) - 1
     if result.interrupted:
         log(f"interrupted after update {updates:,} of {files.training.steps:,}, saved in {run}")
         tell_how_to_resume(run, options)
-        return stop.exit_code
+        return ranks.highest(stop.exit_code)  # a signal may have reached one rank alone
+    scores = _score(load_translator(run, device=device), prepared.test, ranks)
+    if not ranks.first:
+        return DONE
     rows = read_metrics(run / "metrics.jsonl")
     points = {
         name: [(row["step"], row[name]) for row in rows if name in row]
@@ -271,7 +293,7 @@ def _train(
         "updates": updates,
         "stopped_early": result.stopped_early,
         "tokens_per_second": round(result.tokens_per_second),
-        **_score(load_translator(run, device=device), prepared.test),
+        **scores,
     }
     if options.json:
         print(json.dumps(outcome, indent=2))
@@ -346,16 +368,19 @@ def _config(kind: type[T], options: argparse.Namespace, **translated: Any) -> T:
     return kind(**named | translated)
 
 
-def _continue_run(options: argparse.Namespace) -> tuple[PreparedText, RunFiles]:
-    from fastattn.seq2seq.runs import extend_run, open_run, prepare_text
-
-    files = open_run(options.out)
+def _refuse_fixed_options(options: argparse.Namespace) -> None:
     for name, (flag, _) in options.fixed_options.items():
         if hasattr(options, name) and name != "steps":
             raise UsageError(
                 f"{flag} cannot be given with --resume, which continues with the run's own "
                 f"options, got {getattr(options, name)}"
             )
+
+
+def _continue_run(options: argparse.Namespace) -> tuple[PreparedText, RunFiles]:
+    from fastattn.seq2seq.runs import extend_run, open_run, prepare_text
+
+    files = open_run(options.out)
     prepared = prepare_text(
         load_pairs(chosen_text(options, files.text)),
         held_out=files.held_out,
@@ -372,13 +397,14 @@ def _continue_run(options: argparse.Namespace) -> tuple[PreparedText, RunFiles]:
     return prepared, files
 
 
-def _score(translator: Translator, test: Sequence[Pair]) -> dict[str, Any]:
+def _score(translator: Translator, test: Sequence[Pair], ranks: Ranks) -> dict[str, Any]:
     from fastattn.seq2seq.generation import bleu
     from fastattn.seq2seq.progress import Progress
 
     sources, references = zip(*test, strict=True)
-    with Progress("translating the test part", len(test), unit="sentences") as progress:
-        translations = translator.translate(sources, notify=progress.update)
+    own = ranks.share(sources)
+    with Progress("translating the test part", len(own), unit="sentences") as progress:
+        translations = ranks.join(translator.translate(own, notify=progress.update))
     score = bleu(translations, references)
     return {
         "bleu": score.score,

@@ -61,11 +61,15 @@ class Ranks:
 
     def any(self, flag: bool) -> bool:
         """Return whether `flag` is set in any rank."""
+        return bool(self.highest(flag))
+
+    def highest(self, number: int) -> int:
+        """Return the highest number of all ranks."""
         if self.mesh is None:
-            return flag
-        value = torch.tensor(int(flag))
+            return number
+        value = torch.tensor(int(number))
         dist.all_reduce(value, dist.ReduceOp.MAX, group=self._flags)
-        return bool(value)
+        return int(value)
 
     def wait(self) -> None:
         """Return when every rank has called this."""

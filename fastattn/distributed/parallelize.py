@@ -96,11 +96,16 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Plan | None = None) ->
         plan: default `Plan()`.
     """
     plan = plan or Plan()
+    require_divisible(model, mesh, plan, mesh.device_type)
     sizes = _sizes(mesh)
     pieces = _Pieces.of(model)
-    if reasons := list(_refusals(pieces, sizes, plan, mesh.device_type)):
-        raise ValueError("the model cannot be divided:\n" + "\n".join(f"- {r}" for r in reasons))
     return Report(tuple(_Changes(pieces, mesh, sizes, plan).make()))
+
+
+def require_divisible(model: nn.Module, mesh: DeviceMesh, plan: Plan, device_type: str) -> None:
+    """Raises what `parallelize` would, for parameters on a device of this type."""
+    if reasons := list(_refusals(_Pieces.of(model), _sizes(mesh), plan, device_type)):
+        raise ValueError("the model cannot be divided:\n" + "\n".join(f"- {r}" for r in reasons))
 
 
 def _sizes(mesh: DeviceMesh) -> dict[str, int]:

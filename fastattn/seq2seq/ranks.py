@@ -16,6 +16,10 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from fastattn.distributed import Plan
+
+    from .model import Seq2SeqTransformer
+
 
 T = TypeVar("T")
 
@@ -87,13 +91,34 @@ class Ranks:
         dist.all_gather_object(parts, list(results), group=self._flags)
         return [parts[i % self.size][i // self.size] for i in range(sum(map(len, parts)))]
 
-    def parallelize(self, model: nn.Module) -> None:
-        """Shard the model over the mesh."""
+    def parallelize(self, model: Seq2SeqTransformer) -> None:
+        """Divide the model over the mesh."""
         if self.mesh is None:
             return
         from fastattn.distributed import parallelize
 
-        parallelize(model, self.mesh)
+        parallelize(model, self.mesh, self._plan(model))
+
+    def require_divisible(self, model: Seq2SeqTransformer) -> None:
+        """Raise what `parallelize` would."""
+        if self.mesh is None:
+            return
+        from fastattn.distributed.parallelize import require_divisible
+
+        device = next(model.parameters()).device
+        require_divisible(model, self.mesh, self._plan(model), device.type)
+
+    def _plan(self, model: Seq2SeqTransformer) -> Plan:
+        """All that can be divided along "tensor": a vocabulary if its size allows, and a copying
+        head neither divides its vocabulary nor pads sentences to lengths that can be divided.
+        """
+        from fastattn.distributed import Plan
+
+        assert self.mesh is not None
+        size = self.mesh["tensor"].size() if "tensor" in self.names else 1
+        config = model.config
+        odd = config.vocabulary % size or config.target_tokens % size
+        return Plan(vocabulary=not (odd or config.copy), sequence=not config.copy)
 
     def clip(self, model: nn.Module, limit: float) -> Tensor:
         """Clip the gradient to a norm of `limit` and return its norm."""

@@ -324,7 +324,7 @@ def require_trainable(
     model: Seq2SeqTransformer, config: TrainingConfig, ranks: Ranks = ONE_PROCESS
 ) -> None:
     """Raise for options that the model or the mesh does not support."""
-    _require_parallel(config, ranks)
+    _require_parallel(model, config, ranks)
     if not isinstance(model, NonAutoregressiveTransformer):
         if config.packed and (why := model.cannot_pack()):
             raise ValueError(f"packed must be False for a model that {why}")
@@ -342,8 +342,8 @@ def require_trainable(
             )
 
 
-def _require_parallel(config: TrainingConfig, ranks: Ranks) -> None:
-    """Raise for options that the mesh does not support."""
+def _require_parallel(model: Seq2SeqTransformer, config: TrainingConfig, ranks: Ranks) -> None:
+    """Raise for options of training and model that the mesh does not support."""
     if ranks.mesh is None:
         return
     # Each rank would decode a number of steps of its own, while weights need the others' calls.
@@ -356,6 +356,7 @@ def _require_parallel(config: TrainingConfig, ranks: Ranks) -> None:
                 f"{name} must be {usual!r} on a mesh of {', '.join(ranks.names)}, "
                 f"got {getattr(config, name)!r}"
             )
+    ranks.require_divisible(model)
 
 
 def require_finite(name: str, value: float, step: int) -> None:

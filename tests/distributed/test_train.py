@@ -61,7 +61,8 @@ def losses_are_those_of_one_process() -> None:
         (both, {}, {**few, "packed": True}),
         (data, {}, {**few, "accumulate": 3, "batch_tokens": 30}),  # shards without a sentence
         (both, {"positions": "rotary", "norm": "rms", "tied": False}, few),
-        (data, {"copy": True}, few),
+        (both, {"copy": True}, few),
+        (both, {"vocabulary": 31}, few),  # every rank has a whole vocabulary
         (data, {"memory_layers": "same"}, {**few, "guided_attention": 1.0}),
     ]
     for sizes, model, changes in cases:
@@ -143,6 +144,15 @@ def runs_continue_on_other_meshes(run: Path) -> None:
     assert names[-1] == "step-00000012" and all(name.startswith("step-") for name in names)
 
 
+def random_numbers_continue(run: Path) -> None:
+    model, changes = {"dropout": 0.3}, {"steps": 6, "packed": True}
+    ranks = ranks_of(data=2, tensor=2)
+    whole = trained(ranks, model, changes=changes)
+    first = trained(ranks, model, changes=changes, run=run, stop_after=3)
+    rest = trained(ranks, model, changes=changes, run=run, resume=True)
+    assert first.losses + rest.losses == whole.losses
+
+
 def a_failed_save_is_raised_in_all_ranks(run: Path) -> None:
     def full_disk(*_: Any) -> None:
         raise OSError("no space left on device")
@@ -163,5 +173,6 @@ def a_failed_save_is_raised_in_all_ranks(run: Path) -> None:
 def test_checkpoints(tmp_path: Path) -> None:
     in_processes(
         functools.partial(runs_continue_on_other_meshes, tmp_path / "run"),
+        functools.partial(random_numbers_continue, tmp_path / "dropout"),
         functools.partial(a_failed_save_is_raised_in_all_ranks, tmp_path / "failed"),
     )

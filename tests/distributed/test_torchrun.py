@@ -38,11 +38,9 @@ sys.exit(code)
 USUAL = [*TINY, "--dropout=0", "--threads=1", "--steps=8", "--valid-every=4", "--json"]
 
 
-def torchrun(
-    *arguments: str, size: int = 2, script: Path | None = None
-) -> subprocess.CompletedProcess[str]:
+def torchrun(*arguments: str, script: Path | None = None) -> subprocess.CompletedProcess[str]:
     program = ["-m", "fastattn"] if script is None else [str(script)]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size)]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     return subprocess.run(
         [*launcher, *program, *arguments], env=environment(PYTHONPATH=PACKAGE), capture_output=True,
         text=True, timeout=240, check=False,
@@ -79,8 +77,8 @@ def assert_same_losses(run: Path, expected: Path) -> None:
 
 def test_a_run_on_a_mesh_is_that_of_one_process(capsys, pairs_file, expected, tmp_path):
     run = tmp_path / "run"
-    mesh = ["--mesh", "data=2,tensor=2", "--bleu-sentences=3"]
-    done = torchrun("train", "--data", str(pairs_file), "--out", str(run), *USUAL, *mesh, size=4)
+    mesh = ["--mesh", "data=1,tensor=2", "--bleu-sentences=3"]
+    done = torchrun("train", "--data", str(pairs_file), "--out", str(run), *USUAL, *mesh)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["updates"] == 8  # printed once
     assert done.stderr.count("training: 8/8 steps") == 1

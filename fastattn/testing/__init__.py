@@ -1,16 +1,19 @@
 """Code shared by tests, benchmarks and `fastattn check`: samples, the error budget, poisoned
-results, the dropout mask, the bytes that a process sends.
+results, the dropout mask, the bytes that a process sends and
+holds.
 """
 
 from fastattn.testing.communication import SentBytes
 from fastattn.testing.compare import Comparison, compare
 from fastattn.testing.dropout import dropout_mask
+from fastattn.testing.memory import PeakBytes
 from fastattn.testing.poison import poisoned_results
 from fastattn.testing.spec import OpSpec, Sample, Workload, all_specs
 
 __all__ = [
     "Comparison",
     "OpSpec",
+    "PeakBytes",
     "Sample",
     "SentBytes",
     "Workload",

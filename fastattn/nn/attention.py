@@ -230,11 +230,11 @@ def attend(
     mask: Tensor | None = None,
     key_lengths: Tensor | None = None,
     causal: str | bool = False,
-    **scores: Any,
+    **options: Any,
 ) -> Tensor:
     """The `attention` op on projected heads, with the module's dropout.
 
-    scores: `AttentionPositions.score_options()`.
+    options: `AttentionPositions.score_options()`, `block_table`.
     """
     p = float(module.dropout) if module.training else 0.0
     return sharding_of(module).attention(
@@ -247,7 +247,7 @@ def attend(
         scale=scale_of(module),
         dropout_p=p,
         **streams.take(p, of="heads"),
-        **scores,
+        **options,
     )
 
 

@@ -265,16 +265,16 @@ def decoder_layer_step(
         if positions is not None:
             q, k = positions.rotated(q, kv[:, :, 0], step.positions)
             kv = torch.stack((k, kv[:, :, 1]), dim=2)
-        past.target.index_copy_(1, step.rows, kv.to(past.target.dtype))  # autocast's dtype
+        cache.write(past.target, step, kv.to(past.target.dtype))  # autocast's dtype
         k, v = past.target_heads()
-        heads = attend(self_attn, q.transpose(1, 2), k, v, streams, **step.options(positions))
+        options = {**step.options(positions), **cache.target_options()}
+        heads = attend(self_attn, q.transpose(1, 2), k, v, streams, **options)
         return merge_heads(self_attn, heads, 3)
 
     def attend_memory(y: Tensor) -> Tensor:
         (q,) = project_heads(cross_attn, y, 0, 1)
         k, v = past.memory_heads()
-        mask, lengths = cache.memory_mask, cache.memory_lengths
-        heads = attend(cross_attn, q, k, v, streams, mask=mask, key_lengths=lengths)
+        heads = attend(cross_attn, q, k, v, streams, **cache.memory_options())
         return merge_heads(cross_attn, heads, 3)
 
     return decoder_layer(

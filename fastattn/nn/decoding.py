@@ -12,6 +12,7 @@ number of beams; the memory it reads, which determines its time, does not.
 Shapes: B batch, K beams, N rows of the memory, T positions, H heads, D head dim.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,12 +83,35 @@ class DecoderCache:
     def batch_size(self) -> int:
         return self.layers[0].target.shape[0]
 
+    @property
+    def memory_size(self) -> int:
+        return self.layers[0].memory.shape[1]
+
     def step(self, positions: int) -> "Step":
         """What the layers read and write at the next positions."""
+        self._check_end(self.length + positions)
         if positions == 1:
             return Step(self, self.position, self.rows, self.key_lengths)
         rows = self.rows + torch.arange(positions, device=self.rows.device)
         return Step(self, rows, rows, (rows + 1).expand(self.batch_size, positions))
+
+    def _check_end(self, end: int) -> None:
+        if end > self.max_length:
+            raise ValueError(
+                f"the cache holds max_length={self.max_length} positions, got position {end - 1}"
+            )
+
+    def write(self, target: Tensor, step: "Step", kv: Tensor) -> None:
+        """Writes `[B, S, 2, H, D]` of the step's positions to a layer's `target`."""
+        target.index_copy_(1, step.rows, kv)
+
+    def target_options(self) -> dict[str, Any]:
+        """What a layer's self-attention needs to find the keys, besides the step's options."""
+        return {}
+
+    def memory_options(self) -> dict[str, Any]:
+        """The keyword arguments of a layer's attention over the memory."""
+        return {"mask": self.memory_mask, "key_lengths": self.memory_lengths}
 
     def positional_mask(self, positions: AttentionPositions) -> Tensor | None:
         """`ancestry` as a floating mask `[B, H, K, T * K]` with the biases of the next position.
@@ -134,6 +158,24 @@ class DecoderCache:
         past = self._columns < self.rows[:1]
         torch.where(past, inherited, self._own, out=self.ancestry)
 
+    def restart(
+        self, projected: Iterable[Tensor], lengths: Tensor, slots: Sequence[int] | None = None
+    ) -> None:
+        """Resets to position 0 over another memory: keys and values `[B, N, 2, H, D]` for each
+        layer, of which `lengths` `[B]` rows are read.
+        """
+        if slots is not None:
+            raise ValueError(
+                f"slots must be None for a cache without pages, whose sequences have one position, "
+                f"got {slots}"
+            )
+        if self.memory_lengths is None or self.memory_mask is not None:
+            raise ValueError("cache must have memory_lengths and no memory_key_padding_mask")
+        self.memory_lengths.copy_(lengths)
+        for layer, kv in zip(self.layers, projected, strict=True):
+            layer.memory[:, : kv.shape[1]] = kv
+        self.rewind()
+
     def rewind(self) -> None:
         """Resets to position 0; rows written before are no longer read."""
         self._counters.copy_(self._start)
@@ -168,8 +210,8 @@ class DecoderCache:
 class Step:
     """The next positions of a cache: what all its layers share while they decode them.
 
-    positions: `[S]`, `[1]` for beams; rows: those to write; key_lengths: how many rows each query
-    reads, `[B]` or `[B, S]`.
+    positions: `[S]`, `[1]` for beams, `[B, S]` in a paged cache; rows: those to write; key_lengths:
+    how many rows each query reads, `[B]` or `[B, S]`.
     """
 
     cache: DecoderCache

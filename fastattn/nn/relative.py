@@ -33,7 +33,9 @@ class AttentionPositions(nn.Module):
         return None
 
     def rotated(self, q: Tensor, k: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-        """q and k `[..., S, H, D]` with their positions `at`, integers `[S]`."""
+        """q and k `[..., S, H, D]` with their positions `at`, integers `[S]` or one row
+        for each sequence, `[B, S]`.
+        """
         return q, k
 
 
@@ -184,7 +186,7 @@ class RotaryPositions(_WithTable):
         return (self.base**-exponents).float()  # [D / 2]
 
     def rotated(self, q: Tensor, k: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-        angles = at[:, None, None] * self.table  # [S, 1, D / 2]
+        angles = at[..., None, None] * self.table  # [..., S, 1, D / 2]
         cos, sin = angles.cos(), angles.sin()
         return _rotated(q, cos, sin), _rotated(k, cos, sin)
 

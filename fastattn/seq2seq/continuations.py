@@ -9,6 +9,7 @@ Shapes: B sentences, K beams, S source tokens, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -44,39 +45,46 @@ class CachedContinuations:
         beams: int,
         max_length: int,
         memory_size: int,
+        page_size: int | None = None,
+        pages: int | None = None,
     ) -> None:
         self.beams, self.device = beams, memory.source.device
         self.special = model.config.special
         self._model = model
         # Only a copying head reads the memory again, from tensors of fixed address.
         self._memory = memory.padded(memory_size) if memory.copy_keys is not None else None
-        self._cache = model.transformer.decoder.init_cache(
+        self.cache = model.transformer.decoder.init_cache(
             memory.layers,
             memory_lengths=memory.lengths() * memory.views,
             max_length=max_length,
             beams=beams,
             memory_size=memory_size * memory.views,
+            page_size=page_size,
+            pages=pages,
         )
 
-    def restart(self, memory: Memory) -> None:
-        """Replace the sentences by others, no more and no longer than the capacity."""
+    def restart(self, memory: Memory, slots: Sequence[int] | None = None) -> None:
+        """Replace the sentences by others, no more and no longer than the capacity.
+
+        slots: the places of those that are replaced, in a paged cache; default all.
+        """
         lengths = memory.lengths() * memory.views
-        self._model.transformer.decoder.restart(self._cache, memory.layers, lengths)
+        self._model.transformer.decoder.restart(self.cache, memory.layers, lengths, slots=slots)
         if self._memory is not None:
-            self._memory.copy_from(memory.padded(self._memory.source.shape[1]))
+            self._memory.copy_from(memory.padded(self._memory.source.shape[1]), slots)
 
     def logits(self, tokens: Tensor) -> Tensor:
         # Beams are the sequence dimension but share one position, so each is embedded by itself.
-        x = self._model.embed_target(tokens.view(-1, 1), start=self._cache.position)
+        x = self._model.embed_target(tokens.view(-1, 1), start=self.cache.position)
         x = x.view(*tokens.shape, -1)  # [B, K, width]
-        hidden = self._model.transformer.decoder.step(x, self._cache)
+        hidden = self._model.transformer.decoder.step(x, self.cache)
         return self._model.logits(hidden, self._memory).float()
 
     def follow(self, parents: Tensor) -> None:
-        self._cache.follow(parents)
+        self.cache.follow(parents)
 
     def rewind(self) -> None:
-        self._cache.rewind()
+        self.cache.rewind()
 
 
 class PrefixContinuations:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from cpu_library import needs_library
 from naive_search import (
+    KINDS,
     LIMITS,
     STRATEGIES,
     assert_same_hypotheses,
@@ -69,21 +70,6 @@ def test_a_decoder_that_cannot_step_runs_whole_prefixes():
 
 
 # Every kind of model
-
-KINDS = [
-    {"copy": True},
-    {"memory_layers": "2,1"},
-    {"norm": "power"},
-    {"norm": "batch", "copy": True, "memory_layers": "same"},
-    {"scoring": "additive"},
-    {"scoring": "cosine"},
-    {"positions": "learned"},
-    {"positions": "alibi"},
-    {"positions": "t5"},
-    {"positions": "rotary"},
-    {"positions": "alibi", "memory_layers": "2,1", "copy": True, "norm_first": False},
-    {"memory_layers": "reversed+last", "copy": True},
-]
 
 
 @pytest.mark.parametrize("changes", KINDS, ids=str)

@@ -20,6 +20,21 @@ STRATEGIES = [
     pytest.param(Sampling(0.8, top_k=20, top_p=0.9, seed=2), id="sampling"),
     pytest.param(BeamSearch(3), id="beams"),
 ]
+# Changes of a model's configuration.
+KINDS = [
+    {"copy": True},
+    {"memory_layers": "2,1"},
+    {"norm": "power"},
+    {"norm": "batch", "copy": True, "memory_layers": "same"},
+    {"scoring": "additive"},
+    {"scoring": "cosine"},
+    {"positions": "learned"},
+    {"positions": "alibi"},
+    {"positions": "t5"},
+    {"positions": "rotary"},
+    {"positions": "alibi", "memory_layers": "2,1", "copy": True, "norm_first": False},
+    {"memory_layers": "reversed+last", "copy": True},
+]
 
 
 def sharp_model(*, norm_first: bool = True) -> Seq2SeqTransformer:

@@ -121,7 +121,7 @@ std::tuple<Tensor, Tensor> ffn_fwd_out(Tensor x, Tensor w1, std::optional<Tensor
   Arena arena(&workspace);
   const ForwardWorkspace memory(s, keeps, arena);
   Panels first_panels = {memory.first}, second_panels = {memory.second};
-  Team team = team_of(arena);
+  Team team = team_of(arena, s.row_blocks() == 1);
   const uint32_t stream = static_cast<uint32_t>(dropout_stream);
 
   Product first(s.type);

@@ -73,7 +73,7 @@ std::tuple<Tensor> linear_fwd_out(Tensor x, Tensor w, std::optional<Tensor> b, T
   const Tensor workspace = new_workspace(with_workers(measure.used(), s.work()));
   Arena arena(&workspace);
   Panels panels = {arena.take(packed)};
-  Team team = team_of(arena);
+  Team team = team_of(arena, true);
   Product product(s.type);
   product.a = matrix(x, "x", s.rows, s.D, s.type);
   product.b = matrix(w, "w", s.out, s.D, s.type).transposed();

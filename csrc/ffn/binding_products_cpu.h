@@ -148,11 +148,11 @@ inline int64_t with_workers(int64_t used, int64_t work) {
   return with_room_for_large_pages(used + workers_for(work, threads()) * kWorkerFloats);
 }
 
-// The workers share what is left of the workspace.
-inline Team team_of(Arena& arena) {
+// The workers share what is left of the workspace. at_once: see Team.
+inline Team team_of(Arena& arena, bool at_once = false) {
   const int64_t workers = std::min(arena.left() / kWorkerFloats, threads());
   STD_TORCH_CHECK(workers > 0, "workspace must be large enough for one worker");
-  return Team(workers, arena.take(workers * kWorkerFloats), batch_invariant);
+  return Team(workers, arena.take(workers * kWorkerFloats), batch_invariant, at_once);
 }
 
 }  // namespace fastattn::ffn

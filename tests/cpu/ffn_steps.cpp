@@ -139,11 +139,11 @@ constexpr fastattn::ffn::Kernels kNumbers = {1, {0, 0, 0}, pack, multiply, nullp
 
 // Two products write the operands of a third one, whose panels are shared if it has many rows; its
 // transpose may be computed in its place.
-Numbers product_of_products(int workers, int64_t rows, bool transposed) {
+Numbers product_of_products(int workers, int64_t rows, bool transposed, bool at_once = false) {
   float two = 2, three = 3, left = 0, right = 0, packed[kPanels] = {};
   std::vector<float> out(rows * kPanels), workspace(workers * fastattn::ffn::kWorkerFloats);
   Panels panels = {packed};
-  Team team(workers, workspace.data(), false);
+  Team team(workers, workspace.data(), false, at_once);
   const auto add = [&](float* a, float* b, const Matrix& out, int first, int second) {
     Product p(fastattn::DType::kFloat32);
     p.a = {a, out.rows, 1, 1, 1};
@@ -208,6 +208,8 @@ int main() {
   for (const int64_t rows : {1, 200}) {
     for (const bool transposed : {false, true}) {
       const Numbers expected = product_of_products(1, rows, transposed);
+      ++runs;
+      agreed += product_of_products(1, rows, transposed, true) == expected;
       for (int repeat = 0; repeat < 3; ++repeat) {
         for (const int workers : {2, 3, 5}) {
           ++runs;

@@ -35,9 +35,13 @@ struct Panels {
 class Team {
  public:
   // workspace: kWorkerFloats for each worker. batch_invariant: a row's products have the same bits
-  // among any number of rows, if its dtype may be unpacked.
-  Team(int64_t workers, float* workspace, bool batch_invariant)
-      : workers_(workers), workspace_(workspace), batch_invariant_(batch_invariant) {}
+  // among any number of rows, if its dtype may be unpacked. at_once: a single worker runs a step
+  // when it is added, and interleaves none.
+  Team(int64_t workers, float* workspace, bool batch_invariant, bool at_once = false)
+      : workers_(workers),
+        workspace_(workspace),
+        batch_invariant_(batch_invariant),
+        at_once_(at_once && workers == 1) {}
 
   // Adds a product and the packing of its right operand; returns the former's step. left, right:
   // the steps that write its operands, -1 for none; by_blocks: the left one's groups are blocks of
@@ -85,12 +89,12 @@ class Team {
       most /= 2;
     }
     const int64_t column_blocks = ceil_div(count, most);
-    const int step = steps_.add(
-        row_blocks * column_blocks, column_blocks, needs,
-        [&isa, p, column_blocks, most, count](int64_t task, float* workspace) {
-          const int64_t first = task % column_blocks * most;
-          isa.multiply(p, task / column_blocks, first, std::min(first + most, count), workspace);
-        });
+    const int step = add(row_blocks * column_blocks, column_blocks, needs,
+                         [&isa, p, column_blocks, most, count](int64_t task, float* workspace) {
+                           const int64_t first = task % column_blocks * most;
+                           isa.multiply(p, task / column_blocks, first,
+                                        std::min(first + most, count), workspace);
+                         });
     panels.reader = step;
     if (by_blocks && left >= 0 && interleaved) {
       steps_.interleave(left, workers_ == 1 ? 0 : ceil_div(workers_, column_blocks));
@@ -102,7 +106,7 @@ class Team {
   template <class Run>
   int for_chunks(int64_t count, int64_t numbers, const Dependencies& needs, Run run) {
     const int64_t each = std::max<int64_t>(1, kPackGrain / std::max<int64_t>(numbers, 1));
-    return steps_.add(ceil_div(count, each), 1, needs, [run, each, count](int64_t task, float*) {
+    return add(ceil_div(count, each), 1, needs, [run, each, count](int64_t task, float*) {
       run(task * each, std::min(count, (task + 1) * each));
     });
   }
@@ -111,8 +115,8 @@ class Team {
   // step's groups.
   int drop_output(const Output& output) {
     const Kernels& isa = kernels();
-    return steps_.add(ceil_div(output.rows, kBlockRows), 1, {},
-                      [&isa, output](int64_t block, float*) { isa.drop_output(output, block); });
+    return add(ceil_div(output.rows, kBlockRows), 1, {},
+               [&isa, output](int64_t block, float*) { isa.drop_output(output, block); });
   }
 
   // Adds up the sums of blocks that the step `needed` writes: result [columns].
@@ -125,18 +129,33 @@ class Team {
                });
   }
 
-  // Runs all steps.
+  // Runs all steps that have not run.
   template <class Parallel>
   void run(const Parallel& parallel) {
+    if (at_once_) {
+      return;
+    }
     steps_.assign_shares(workers_);
     parallel(workers_,
              [&](int64_t worker) { steps_.work(worker, workspace_ + worker * kWorkerFloats); });
   }
 
  private:
+  // Adds a step, see Steps; -1 if it has run.
+  template <class Run>
+  int add(int64_t tasks, int64_t group, const Dependencies& needs, const Run& run) {
+    if (!at_once_) {
+      return steps_.add(tasks, group, needs, run);
+    }
+    for (int64_t task = 0; task < tasks; ++task) {
+      run(task, workspace_);
+    }
+    return -1;
+  }
+
   int64_t workers_;
   float* workspace_;
-  bool batch_invariant_;
+  bool batch_invariant_, at_once_;
   Steps steps_;
 };
 

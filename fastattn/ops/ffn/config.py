@@ -151,11 +151,10 @@ def up_config(arch: str, dtype: torch.dtype, rows: int, D: int, W: int, *, work:
     up = _UP[family(arch)]
     if up.tile is None:
         return up
-    up = replace(up, reason=up.reason.format(features=features, gpu=gpu))
     tiles = -(-rows // up.tile.block_m) * -(-W // up.tile.block_n)
     if tiles < _LEAST_TILES:
         return Up(None, f"fewer than {_LEAST_TILES} tiles do not fill the GPU")
-    return up
+    return replace(up, reason=up.reason.format(features=features, gpu=gpu))
 
 
 def candidates(arch: str, dtype: torch.dtype, rows: int, D: int, W: int, *, work: bool) -> list[Up]:

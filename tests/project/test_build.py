@@ -173,13 +173,55 @@ def test_commands(build: ModuleType, csrc: Path, tmp_path: Path) -> None:
 
 
 def test_commands_of_instances(build: ModuleType, csrc: Path, tmp_path: Path) -> None:
-    """A source with instances is compiled for each of them and not for itself."""
-    (csrc / "norm" / "attention_fwd_instance_sm90.cu").touch()
+    """A source with instances is compiled for each of them and not for itself; those that differ
+    by the variant of attention share an object.
+    """
+    source = csrc / "norm" / "attention_fwd_instance_sm90.cu"
+    source.touch()
     steps = build.library_steps(build.LIBRARIES["sm90"], _tools(build), csrc, tmp_path)
     commands = {step.output.name: step.command for step in steps}
     assert "attention_fwd_instance_sm90.cu.o" not in commands
-    assert "-DFASTATTN_HEAD_DIM=192" in commands["attention_fwd_sm90_fp16_d192_bias.o"]
-    assert len([name for name in commands if name.startswith("attention_fwd_sm90_")]) == 104
+    command = commands["attention_fwd_sm90_fp16_d192.o"]
+    assert "-DFASTATTN_HEAD_DIM=192" in command and not re.search(r"-D\w+VARIANT", str(command))
+    assert len([name for name in commands if name.startswith("attention_fwd_sm90_")]) == 8
+    found = [name for members in build.objects_of(source).values() for name in members]
+    assert sorted(found) == sorted(build.INSTANCES[source.name]) and len(found) == 104
+    # The command writes what it compiles.
+    whole = [*command[:3], "sh", str(tmp_path / "whole.cu"), command[5], "/dev/null", "true"]
+    subprocess.run(whole, check=True)
+    text = (tmp_path / "whole.cu").read_text()
+    values = [flags[-1].removeprefix("-DFASTATTN_VARIANT=") for flags in
+              (build.INSTANCES[source.name][f"attention_fwd_sm90_fp16_d192_{name}"]
+               for name in ("full", "bias", "paged_scores"))]  # fmt: skip
+    for value in values:
+        define = f'#define FASTATTN_VARIANT {value}\n#include "{source}"\n#undef FASTATTN_VARIANT\n'
+        assert text.count(define) == 1
+    assert text.count("#include") == 13
+
+
+def test_instances_that_are_compiled_together_stay_up_to_date(
+    build: ModuleType, csrc: Path, tmp_path: Path
+) -> None:
+    """Although their commands write what they compile."""
+    if build._ninja() is None:
+        pytest.skip("needs ninja")
+    source = csrc / "norm" / "attention_bwd_instance_sm90.cu"
+    source.touch()
+    nvcc = tmp_path / "cuda" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text(
+        "#!/bin/sh\n"
+        'while [ "$1" != -MF ]; do shift; done\n'  # -MF file.d -c file.cu -o file.o
+        f'echo "$6: $4 {source}" > "$2"; touch "$6"\n'
+    )
+    nvcc.chmod(0o755)
+    tools, objects = _tools(build, cuda=tmp_path / "cuda"), tmp_path / "objects"
+    objects.mkdir()
+    steps = build.library_steps(build.LIBRARIES["sm90"], tools, csrc, objects)
+    steps = [step for step in steps if step.output.name.startswith("attention_bwd_sm90_")]
+    build.execute(steps, objects)
+    assert len(steps) == 8 and all(step.output.is_file() for step in steps)
+    assert build.outdated(steps, objects) == set()
 
 
 def test_what_is_out_of_date(build: ModuleType, tmp_path: Path) -> None:

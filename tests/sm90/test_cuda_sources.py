@@ -61,7 +61,7 @@ def _cuobjdump() -> str | None:
 
 @functools.cache
 def _objects(library_name: str = "sm90") -> dict[str, Path]:
-    """By name: what a new build of the native library would leave as it is."""
+    """By instance, else by source: what a new build of the native library would leave as it is."""
     build = build_script()
     library, tools = build.LIBRARIES[library_name], build.Tools.found()
     try:
@@ -70,11 +70,41 @@ def _objects(library_name: str = "sm90") -> dict[str, Path]:
         return {}
     *steps, _ = build.library_steps(library, tools)
     stale = build.outdated(steps)
-    return {
+    kept = {
         step.output.stem: step.output
         for step in steps
         if step.output not in stale and build.log_of(step.output).is_file()
     }
+    return {
+        instance: kept[name]
+        for source in build.sources(library)
+        for name, members in build.objects_of(source).items()
+        for instance in members
+        if name in kept
+    }
+
+
+@functools.lru_cache(maxsize=1)  # neighbours read the same object
+def _instructions(binary: Path, cuobjdump: str) -> dict[str, list[str]]:
+    """By the mangled name of a kernel."""
+    command = [cuobjdump, "-sass", str(binary)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    _, *functions = re.split(r"Function : (\S+)", text)
+    instructions = (
+        re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/\s+(.*?);", body, re.M) for body in functions[1::2]
+    )
+    return dict(zip(functions[::2], instructions, strict=True))
+
+
+def _of_variant(macros: tuple[str, ...]) -> str:
+    """What is in the mangled names of the kernels of an attention instance, and of no other in the
+    same object.
+    """
+    [variant] = re.findall(r"-DFASTATTN_VARIANT=(\w+)", " ".join(macros))
+    header = (CSRC / "attention" / "attention.h").read_text()
+    [body] = re.findall(r"enum class Variant \{(.*?)\}", header, re.DOTALL)
+    names = re.findall(r"^  (k\w+),", body, re.MULTILINE)
+    return f"7VariantE{names.index(variant)}E"
 
 
 def _compile(
@@ -95,13 +125,14 @@ def _compile(
         result = subprocess.run(command, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr[:2000]
         log = result.stderr
-    command = [cuobjdump, "-sass", str(binary)]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    _, *functions = re.split(r"Function : (\S+)", text)
-    instructions = (
-        re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/\s+(.*?);", body, re.M) for body in functions[1::2]
-    )
-    return log, dict(zip(functions[::2], instructions, strict=True))
+    kernels = _instructions(binary, cuobjdump)
+    if instance and source in (FORWARD, BACKWARD):  # beside others of an object
+        own = _of_variant(INSTANCES[source][instance])
+        kernels = {name: sass for name, sass in kernels.items() if own in name}
+        first, *parts = re.split(r"(?=ptxas info +: Compiling entry function)", log)
+        kept = [part for part in parts if own in part.partition(" for ")[0]]
+        log = "".join([first, *kept, *re.findall(r".*C75\d\d.*", log)])
+    return log, kernels
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ sanitizers' runtime; torch's allocations get red zones there too, so a kernel th
 element too far ends the process. Every instruction set that this processor has is checked.
 """
 
+import fcntl
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ import pytest
 from cpu_library import ISAS, needs_library
 
 ROOT = Path(__file__).resolve().parents[2]
+OBJECTS = ROOT / "build" / "sanitized"
 CXX = os.environ.get("CXX") or shutil.which("g++")
 
 # test_ops checks the values; computing the references here would take minutes.
@@ -68,16 +70,22 @@ def _runtime(name: str) -> Path | None:
 
 @pytest.fixture(scope="session")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the package and its instrumented CPU library."""
+    """A folder with the package and its instrumented CPU library. Objects are kept in
+    build/sanitized, where a later run compiles what has changed.
+    """
     folder = tmp_path_factory.mktemp("sanitized")
     leave_out = shutil.ignore_patterns("*.so", "__pycache__")
     shutil.copytree(ROOT / "fastattn", folder / "fastattn", ignore=leave_out)
     command = [sys.executable, "setup.py", "-q", "build_ext"]
-    command += ["--build-lib", str(folder), "--build-temp", str(folder / "objects")]
+    OBJECTS.mkdir(parents=True, exist_ok=True)
+    command += ["--build-lib", str(folder), "--build-temp", str(OBJECTS)]
     variables = {"FASTATTN_NATIVE": "cpu", "FASTATTN_SANITIZE": "address,undefined"}
-    built = subprocess.run(
-        command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, timeout=1200
-    )
+    with (OBJECTS / "lock").open("w") as lock:  # another worker may need them, too
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        built = subprocess.run(
+            command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True,
+            timeout=1200,
+        )  # fmt: skip
     assert built.returncode == 0, built.stdout + built.stderr
     assert (folder / "fastattn" / "_C_cpu.abi3.so").is_file()
     return folder

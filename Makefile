@@ -16,7 +16,8 @@ DEMO_STEPS ?= 5
 # Set where `make test` has just passed: test-all leaves the quick tests out, except those below, of which some need what only
 # `make native` builds.
 AFTER_TEST ?=
-TESTS_OF_NATIVE := tests/cuda tests/sm90 tests/ops/test_instances.py tests/ops/test_native.py tests/ops/test_selection.py
+TESTS_OF_NATIVE := $(addprefix tests/,sm90/test_cuda_sources.py ops/test_instances.py ops/test_native.py ops/test_selection.py \
+  project/test_build.py)
 
 # CUDA's torch where there is a GPU; elsewhere a CPU set whose versions are known to work together
 # (the Triton interpreter of 3.6 fails with numpy 2.4).

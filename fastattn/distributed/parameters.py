@@ -18,8 +18,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from fastattn.distributed.collectives import Group
 
 _PART = re.compile(r"(.*)_part(\d+)")
 
@@ -110,10 +113,19 @@ def _full(tensor: Any) -> Tensor:
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor.clone()
-    for dim in range(tensor.device_mesh.ndim):  # one after the other: DTensor warns otherwise
-        placements = [Replicate()] * (dim + 1) + list(tensor.placements[dim + 1 :])
-        tensor = tensor.redistribute(placements=placements)
-    return tensor.to_local().clone()
+    mesh, local = tensor.device_mesh, tensor.to_local()
+    groups = [
+        Group(mesh.size(i), mesh.get_local_rank(i), mesh.get_group(i)) for i in range(mesh.ndim)
+    ]
+    divided = [p.dim for p in tensor.placements[1:] if isinstance(p, Shard)]  # along "tensor"
+    rows = tensor.shape[0] // (groups[1].size if 0 in divided else 1)
+    # FSDP divides them into chunks of one size, of which the last ones are smaller or empty.
+    missing = -(-rows // groups[0].size) - len(local)
+    local = F.pad(local, [0, 0] * (local.dim() - 1) + [0, missing])
+    whole = groups[0].join(local, 0)[:rows]
+    for dim in divided:
+        whole = groups[1].join(whole, dim)
+    return whole.clone()
 
 
 @dataclass
@@ -193,8 +205,6 @@ def divide(module: nn.Module, name: str, count: int) -> None:
 
 def shard(module: nn.Module, name: str, mesh: Any, dim: int | None) -> None:
     """Makes a parameter a DTensor on the mesh of "tensor": replicated, or a shard along `dim`."""
-    from torch.distributed.tensor import Shard
-
     parameter: Any = module._parameters[name]
     local = parameter.detach()
     if dim is not None:

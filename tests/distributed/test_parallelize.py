@@ -226,7 +226,9 @@ def other_models() -> None:
     trained_like_one_process(both, rms, 2, sequence=False)
     trained_like_one_process(both, wide, 2, vocabulary=False)
     trained_like_one_process({"tensor": 2, "data": 2}, learned, 2)
-    copying = replace(SMALL, copy=True, memory_layers="same", activation="geglu_tanh")
+    copying = replace(
+        SMALL, copy=True, memory_layers="same", activation="geglu_tanh", vocabulary=50
+    )
     trained_like_one_process({"data": 4}, copying, 2)
     crossed = {"tensor": 2, "context": 2}
     trained_like_one_process(both, post, 2, packed=True)

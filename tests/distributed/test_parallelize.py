@@ -305,6 +305,8 @@ def attention_drops_what_one_process_drops() -> None:
     for sizes, plan in (
         ({"data": 2, "tensor": 2}, {}),
         ({"data": 2, "tensor": 2}, {"packed": True}),
+        ({"tensor": 2, "context": 2}, {}),
+        ({"data": 2, "context": 2}, {"context": "all_to_all"}),
     ):
         trained_like_one_process(sizes, config, 3, **plan)
 

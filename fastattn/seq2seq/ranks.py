@@ -37,7 +37,8 @@ class Ranks:
         # Flags, texts and checkpoints travel apart from the tensors of training, on the CPU.
         self.files, self._flags = (dist.new_group(backend="gloo") for _ in range(2))
         self.alone = dist.new_group([0], backend="gloo")
-        self.names = mesh.mesh_dim_names or ()
+        names = mesh.mesh_dim_names or ()
+        self.names = tuple(name for name in names if mesh[name].size() > 1)
         if "data" in self.names:
             self.part = mesh.get_local_rank("data"), mesh["data"].size()
 

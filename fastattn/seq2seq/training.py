@@ -348,8 +348,10 @@ def _require_parallel(model: Seq2SeqTransformer, config: TrainingConfig, ranks: 
         return
     # Each rank would decode a number of steps of its own, while weights need the others' calls.
     refused: list[tuple[str, Any]] = [("scheduled_sampling", "none"), ("sequence_steps", 0)]
-    if ranks.names != ("data",):
+    if {"tensor", "context"} & set(ranks.names):
         refused.append(("guided_attention", 0.0))  # of all heads and tokens
+    if "context" in ranks.names:
+        refused.append(("packed", False))
     for name, usual in refused:
         if getattr(config, name) != usual:
             raise ValueError(

@@ -101,6 +101,7 @@ def options_are_refused_by_name() -> None:
             {"data": 2, "tensor": 2}, {}, {"guided_attention": 1.0},
             r"guided_attention must be 0\.0 on a mesh of data, tensor",
         ),
+        ({"context": 2, "data": 2}, {}, {"packed": True}, "packed must be False on a mesh of"),
         ({"data": 4}, {"decoder": "non-autoregressive"}, {}, "predicts tokens in parallel"),
         ({"data": 4}, {"norm": "power"}, {}, "must not normalise over tokens, got PowerNorm"),
         ({"data": 2, "tensor": 2}, {"heads": 1}, {}, "must have heads that"),

@@ -100,7 +100,7 @@ def _against_length(
         return []
     dims = sorted({d for d, _ in panels})
     kinds = sorted({causal for _, causal in panels})
-    figure, axes = _figure(len(kinds), len(dims), width=4.2, height=3.4)
+    figure, axes = make_figure(len(kinds), len(dims), width=4.2, height=3.4)
     spare: dict[str, str] = {}
     for i, causal in enumerate(kinds):
         for j, D in enumerate(dims):
@@ -135,7 +135,7 @@ def _against_length(
             axis.set_xticks(lengths, [_length(S) for S in lengths])
             axis.set_xlabel("sequence length")
     what = "attention against sequence length" if key == grid.metric else "memory of attention"
-    return _save(figure, axes, f"{what}, {_subtitle(grid)}", folder / f"{grid.name}_{kind}")
+    return save(figure, axes, f"{what}, {_subtitle(grid)}", folder / f"{grid.name}_{kind}")
 
 
 # -- bars ------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def _bars(
     workloads = list(dict.fromkeys(r["workload"] for r in cells))[:_MAX_WORKLOADS]
     names = [n for n in grid.implementations if any(r["impl"] == n for r in cells)]
     width = max(5.0, 0.22 * len(workloads) * len(names) + 1.1 * len(workloads))
-    figure, axes = _figure(1, 1, width=min(width, 22.0), height=4.2)
+    figure, axes = make_figure(1, 1, width=min(width, 22.0), height=4.2)
     axis = axes[0][0]
     spare: dict[str, str] = {}
     for n, name in enumerate(names):
@@ -186,7 +186,7 @@ def _bars(
     _finish(axis, "", unit, ceiling)
     axis.set_ylim(bottom=0)
     what = grid.op if key == grid.metric else f"memory of the {grid.op}"
-    return _save(figure, axes, f"{what}, {_subtitle(grid)}", folder / f"{grid.name}_{kind}")
+    return save(figure, axes, f"{what}, {_subtitle(grid)}", folder / f"{grid.name}_{kind}")
 
 
 # -- ratios ----------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ def _heat_map(
 
     longest = max(map(len, rows))
     width = 1.6 + 0.085 * longest + 0.95 * len(columns)
-    figure, axes = _figure(1, 1, width=width, height=1.5 + 0.3 * len(rows))
+    figure, axes = make_figure(1, 1, width=width, height=1.5 + 0.3 * len(rows))
     axis = axes[0][0]
     image = axis.imshow(table, cmap="RdYlGn", norm=LogNorm(0.5, 2.0), aspect="auto")
     for i, values in enumerate(table):
@@ -260,7 +260,7 @@ def _heat_map(
     bar = figure.colorbar(image, ax=axis, label="× best peer", ticks=[0.5, 0.7, 1.0, 1.4, 2.0])
     bar.ax.minorticks_off()
     bar.ax.set_yticklabels(["≤ 0.5", "0.7", "1", "1.4", "≥ 2"])
-    return _save(figure, axes, title, path, legend=False)
+    return save(figure, axes, title, path, legend=False)
 
 
 # -- ratios of all ops -----------------------------------------------------------------------------
@@ -276,7 +276,7 @@ def plot_peer_ratios(group: Sequence[Grid], folder: Path, name: str) -> list[Pat
         return []
     labels = list(dict.fromkeys(f"{s.grid.op}, {DIRECTIONS[s.grid.direction]}" for s in found))
     dtypes = list(dict.fromkeys(s.grid.dtype for s in found))
-    figure, axes = _figure(1, 1, width=8.5, height=1.3 + 0.33 * len(labels))
+    figure, axes = make_figure(1, 1, width=8.5, height=1.3 + 0.33 * len(labels))
     axis = axes[0][0]
     spare: dict[str, str] = {}
     for i, dtype in enumerate(dtypes):
@@ -310,7 +310,7 @@ def plot_peer_ratios(group: Sequence[Grid], folder: Path, name: str) -> list[Pat
     )
     axis.grid(axis="x", color="#dddddd", zorder=0)
     axis.spines[["top", "right"]].set_visible(False)
-    return _save(figure, axes, found[0].grid.machine, folder / name)
+    return save(figure, axes, found[0].grid.machine, folder / name)
 
 
 # -- roofline --------------------------------------------------------------------------------------
@@ -330,7 +330,7 @@ def plot_roofline(group: Sequence[Grid], folder: Path) -> list[Path]:
         return []
     top = max(r["ceiling_tflops"] for r in under)
     slope = max(r["ceiling_gbps"] for r in under) / 1e3
-    figure, axes = _figure(1, 1, width=7.5, height=5.0)
+    figure, axes = make_figure(1, 1, width=7.5, height=5.0)
     axis = axes[0][0]
     spare: dict[str, str] = {}
     for name in sorted({p[0] for p in points}, key=lambda n: (n.startswith("fastattn"), n)):
@@ -369,11 +369,11 @@ def plot_roofline(group: Sequence[Grid], folder: Path) -> list[Path]:
     title = f"roofline\n{grid.machine}, {grid.dtype}"
     if any(exceeds_bytes(r) for g in group for r in g.rows if r["status"] == "ok"):
         title += "\nabove the slope: part of the data is in the cache"
-    return _save(figure, axes, title, folder / f"{grid.dtype}_roofline", columns=3)
+    return save(figure, axes, title, folder / f"{grid.dtype}_roofline", columns=3)
 
 
 # -- shared ----------------------------------------------------------------------------------------
-def _figure(rows_: int, columns: int, *, width: float, height: float) -> tuple[Any, Any]:
+def make_figure(rows_: int, columns: int, *, width: float, height: float) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width * columns, height * rows_), layout="constrained")
@@ -396,7 +396,7 @@ def _finish(axis: Any, title: str, unit: str, ceiling: float | None) -> None:
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def _save(
+def save(
     figure: Any, axes: Any, title: str, path: Path, *, legend: bool = True, columns: int = 5
 ) -> list[Path]:
     import matplotlib

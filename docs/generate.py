@@ -24,6 +24,7 @@ from mkdocs.structure.files import File, Files
 
 import fastattn
 from fastattn import cli
+from fastattn.distributed import Plan
 from fastattn.ops import _env
 from fastattn.ops._select import OPS, backend_table, explaining
 from fastattn.seq2seq.plots import Curve, save_curves
@@ -32,7 +33,7 @@ matplotlib.use("svg")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the benchmarks and the examples are not installed
 
-from benchmarks import report, rows  # noqa: E402
+from benchmarks import machines, report, rows, scaling, volumes  # noqa: E402
 from examples.ablations import EXPERIMENTS  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -344,6 +345,76 @@ def ablation_checks(name: str) -> str:
     return table(["expected", "source", "found", "holds"], checks)
 
 
+def scaling_machines() -> str:
+    """The rates that times are computed from, with their origin."""
+    found = {name: machine.figures() for name, machine in machines.machines().items()}
+    body = [
+        [f"`{name}`", what, f"{figure.value:.4g}", f"**{figure.origin}**: {figure.source}"]
+        for name, figures in found.items()
+        for what, figure in figures.items()
+    ]
+    return table(["machine", "figure", "value", "origin"], body)
+
+
+def scaling_example(name: str) -> str:
+    """The fastest layout for each number of devices."""
+    step, machine = scaling.EXAMPLES[name], machines.machines()[scaling.RECORDED_MACHINE]
+    body = []
+    for ranks, (plan, choice) in scaling.best_of_all(scaling.curves(machine, step)).items():
+        time, layout = choice.time, choice.layout
+        exposed = (time.tensor + time.context + time.shards) / time.total
+        body.append([
+            str(ranks), plan, f"{layout.data} × {layout.context} × {layout.tensor}",
+            str(layout.accumulate), f"{1e3 * time.total:.1f}", f"{exposed:.0%}",
+            f"{choice.memory / 1e9:.1f}",
+        ])  # fmt: skip
+    head = ["devices", "fastest plan", "data × context × tensor", "batches", "ms", "exposed", "GB"]
+    sizes = f"{step.batch} pairs of {step.source} and {step.target} tokens"
+    millions = scaling.parameters(step) / 1e6
+    return f"{millions:,.0f} million parameters, {sizes}, {step.dtype}.\n\n" + table(head, body)
+
+
+def scaling_volumes() -> str:
+    """What each rank of 8 sends in a step of the smallest example."""
+    step = scaling.EXAMPLES["translator"]
+    body = []
+    for name, layout in {
+        "data=8": volumes.Layout(data=8),
+        "tensor=8": volumes.Layout(tensor=8),
+        "tensor=8, sequence=False": volumes.Layout(tensor=8, plan=Plan(sequence=False)),
+        "data=4, tensor=2": volumes.Layout(data=4, tensor=2),
+        "context=8": volumes.Layout(context=8),
+        "context=8, all_to_all": volumes.Layout(context=8, plan=Plan(context="all_to_all")),
+    }.items():
+        sent = volumes.sent(step, layout)
+        groups = (volumes.SHARDS, volumes.TENSOR, volumes.CONTEXT)
+        megabytes = [sum(x for (g, _), x in sent.items() if g == group) / 1e6 for group in groups]
+        memory = volumes.memory(step, layout).total / 1e9
+        body.append([f"`{name}`", *(f"{x:,.0f}" for x in megabytes), f"{memory:.1f}"])
+    return table(["mesh and plan", "FSDP, MB", "tensor, MB", "context, MB", "memory, GB"], body)
+
+
+def scaling_thresholds() -> str:
+    """Tokens from which transfers are hidden: see the page."""
+    body = []
+    for name, machine in machines.machines().items():
+        product, attention = machine.products["bf16"].value, machine.attention["bf16"].value
+        link, network = machine.link.value, machine.network.value
+        whole = min(link, machine.node * network)
+        tokens = 2 * product / whole, attention / link, attention / network
+        body.append([f"`{name}`", *(f"{x:,.0f}" for x in tokens)])
+    return table(["machine", "FSDP on whole nodes", "ring in a node", "ring between nodes"], body)
+
+
+def scaling_checks() -> str:
+    body = [
+        [f"`{c.workload}`", f"{1e3 * c.measured:.1f}", f"{1e3 * c.computed:.1f}",
+         f"{c.computed / c.measured:.2f}"]
+        for c in scaling.checks()
+    ]  # fmt: skip
+    return table(["training step", "measured, ms", "computed, ms", "ratio"], body)
+
+
 def command_line() -> str:
     """Each command with its options, from the parsers."""
     (commands,) = (
@@ -390,6 +461,11 @@ TEXTS: dict[str, Callable[[], str]] = {
     "support": support,
     "op_families": op_families,
     "results": results,
+    "scaling_machines": scaling_machines,
+    "scaling_volumes": scaling_volumes,
+    "scaling_thresholds": scaling_thresholds,
+    "scaling_checks": scaling_checks,
+    **{f"scaling_{name}": lambda name=name: scaling_example(name) for name in scaling.EXAMPLES},  # type: ignore[misc]
     "cli": command_line,
     "exit_codes": exit_codes,
     "version": lambda: fastattn.__version__,

@@ -455,6 +455,9 @@ def _parameters(
     return found
 
 
+_OWN_EMBEDDINGS = {f"model.{stack}.embed_tokens.weight" for stack in ("encoder", "decoder")}
+
+
 def _require_used(model: Seq2SeqTransformer, state: Mapping[str, Tensor], used: set[str]) -> None:
     addresses = {state[name].data_ptr() for name in used}
     for name, tensor in state.items():
@@ -467,4 +470,6 @@ def _require_used(model: Seq2SeqTransformer, state: Mapping[str, Tensor], used: 
             raise ValueError(f"{name} must hold sinusoids, got other positions")
         if name == "final_logits_bias" and not model.config.head_bias:
             continue  # zeros
+        if name == "model.shared.weight" and used.issuperset(_OWN_EMBEDDINGS):
+            continue  # an embedding that no forward reads
         raise ValueError(f"the model has a parameter without a counterpart: {name}")

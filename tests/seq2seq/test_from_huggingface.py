@@ -83,6 +83,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "mbart": lambda: mbart(scale_embedding=True),
     "m2m100": m2m100,
     "m2m100, deeper encoder": lambda: m2m100(encoder_layers=3, decoder_layers=1),
+    "m2m100, three embeddings": lambda: m2m100(tie_word_embeddings=False),
     "pegasus": lambda: pegasus(scale_embedding=True, activation_function="relu"),
     "t5": t5,
     "t5, gated": lambda: t5(feed_forward_proj="gated-gelu", tie_word_embeddings=False),

@@ -22,7 +22,6 @@ from .search import Hypothesis, Request, SingleSearch
 
 # New sentences start when this share of the places is free: encoding several together is faster.
 SHARE_OF_PLACES = 1 / 8
-NOTHING = Request([0])
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,6 @@ class ContinuousBatch:
                 place, i = running.popitem()
                 del lengths[place]
                 waiting.appendleft(i)
-                search.replace([place], NOTHING)
                 cache.release([place])
             cache.reserve(lengths)
             for _ in range(self.steps):

@@ -147,3 +147,14 @@ def test_models_without_a_cache_are_refused():
         assert isinstance(model, Seq2SeqTransformer)
         with pytest.raises(ValueError, match="page_size must be None for a model without a key"):
             run(model, sentences())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strategy", [generation.GREEDY, SAMPLING], ids=["greedy", "sampling"])
+def test_recorded_steps_decode_continuously_on_a_gpu(strategy):
+    model = sharp_model()
+    expected = batched(model, sentences(), strategy)
+    for pages in (None, 4):
+        found = run(model.cuda(), sentences(), strategy, pages=pages)
+        for actual, wanted in zip(found, expected, strict=True):
+            assert_same_hypotheses([actual], [wanted])

@@ -109,6 +109,17 @@ def ring_drops_the_same_weights() -> None:
     _check_samples("ring", DROPOUT)
 
 
+def seeds_with_an_origin() -> None:
+    """Of whole sequences that are themselves a part of a larger attention."""
+    q, k, v = (torch.randn(2, 4, 64, 8) for _ in range(3))
+    drop = {"dropout_p": 0.5, "dropout_seed": torch.tensor([7, 3, 4, 16, 32])}
+    expected = fastattn.attention(q, k, v, **drop)
+    parts = [shard_sequence(x, 2) for x in (q, k, v)]
+    for method in ("ring", "all_to_all"):
+        found = unshard_sequence(attend(*parts, method=method, **drop), 2)
+        torch.testing.assert_close(found, expected)
+
+
 def heads_equal_attention() -> None:
     _check_samples("all_to_all", HEADS)
 
@@ -219,6 +230,7 @@ def test_context_parallel_attention() -> None:
     in_processes(
         ring_equals_attention,
         ring_drops_the_same_weights,
+        seeds_with_an_origin,
         heads_equal_attention,
         some_gradients,
         layouts_are_inverse,

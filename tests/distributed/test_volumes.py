@@ -246,6 +246,25 @@ def test_four_processes() -> None:
     )
 
 
+def test_peak_bytes() -> None:
+    with PeakBytes() as memory:
+        x = torch.zeros(1000)
+        rows = x.view(10, 100)[2:].add_(1.0)  # the same storage
+        assert memory.in_use() == memory.peak == 4000
+        other = torch.zeros(500)
+        del other
+        assert memory.in_use() == 4000
+        assert memory.peak == 6000
+        memory.reset()
+        assert memory.peak == 4000
+        x.untyped_storage().resize_(0)
+        assert memory.in_use() == 0
+        del rows, x
+        y = torch.ones(3) + torch.ones(3)
+    assert memory.in_use() == y.nbytes
+    assert memory.peak == 4000
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"activation": "swiglu"}, {"tied": False, "bias": False, "encoder_layers": 3}],

@@ -1,5 +1,5 @@
-// One instance of the kernel: the build compiles this file once for each row of INSTANCES in
-// setup.py, which defines the macros.
+// One instance of the kernel: the build compiles this file for each row of INSTANCES in setup.py,
+// which defines the macros; the variants of a dtype and head dim are compiled together.
 #include "attention/sm90/forward/attention_fwd_sm90.cuh"
 
 namespace fastattn::attention {

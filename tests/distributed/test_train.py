@@ -65,6 +65,7 @@ def losses_are_those_of_one_process() -> None:
     # Shards without a sentence.
     assert_trained_alike(data, {}, {**few, "accumulate": 3, "batch_tokens": 30})
     assert_trained_alike(data, {"memory_layers": "same"}, {**few, "guided_attention": 1.0})
+    assert_trained_alike({"context": 2, "data": 2}, {"positions": "rotary"}, few)
     # Every rank has a whole vocabulary.
     assert_trained_alike(both, {"copy": True}, few)
     assert_trained_alike(both, {"vocabulary": 31}, few)

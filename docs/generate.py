@@ -357,21 +357,19 @@ def scaling_machines() -> str:
 
 
 def scaling_example(name: str) -> str:
-    """The fastest layout for each number of devices."""
-    step, machine = scaling.EXAMPLES[name], machines.machines()[scaling.RECORDED_MACHINE]
+    """The fastest layout for each number of devices, as recorded."""
+    step = scaling.EXAMPLES[name]
     body = []
-    for ranks, (plan, choice) in scaling.best_of_all(scaling.curves(machine, step)).items():
-        time, layout = choice.time, choice.layout
-        exposed = (time.tensor + time.context + time.shards) / time.total
-        body.append([
-            str(ranks), plan, f"{layout.data} × {layout.context} × {layout.tensor}",
-            str(layout.accumulate), f"{1e3 * time.total:.1f}", f"{exposed:.0%}",
-            f"{choice.memory / 1e9:.1f}",
-        ])  # fmt: skip
+    for row in json.loads((RESULTS / "scaling.json").read_text())[name]["fastest"]:
+        mesh, parts = row["mesh"], row["parts_ms"]
+        exposed = sum(parts[group] for group in ("tensor", "context", "shards")) / row["ms"]
+        sizes = " × ".join(str(mesh[dimension]) for dimension in ("data", "context", "tensor"))
+        values = [f"{row['ms']:.1f}", f"{exposed:.0%}", f"{row['memory_gb']:.1f}"]
+        body.append([str(row["ranks"]), row["plan"], sizes, str(row["accumulate"]), *values])
     head = ["devices", "fastest plan", "data × context × tensor", "batches", "ms", "exposed", "GB"]
-    sizes = f"{step.batch} pairs of {step.source} and {step.target} tokens"
+    batch = f"{step.batch} pairs of {step.source} and {step.target} tokens"
     millions = scaling.parameters(step) / 1e6
-    return f"{millions:,.0f} million parameters, {sizes}, {step.dtype}.\n\n" + table(head, body)
+    return f"{millions:,.0f} million parameters, {batch}, {step.dtype}.\n\n" + table(head, body)
 
 
 def scaling_volumes() -> str:

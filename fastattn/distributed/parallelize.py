@@ -49,6 +49,7 @@ DIMENSIONS = ("data", "context", "tensor")  # outermost first
 # Of these meshes, FSDP's is the first dimension.
 SLICED = (("data",), ("context",), ("data", "tensor"), ("context", "tensor"))
 METHODS = ("ring", "all_to_all")
+_LAYERS = (TransformerEncoderLayer, TransformerDecoderLayer)
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,9 @@ def _refusals(
             yield f"{name} must be a plain tensor, got {type(parameter).__name__}"
         elif parameter.device.type != device_type:
             yield f"{name} must be on the mesh's device {device_type}, got {parameter.device}"
+        elif parameter.dim() == 0 or not parameter.is_contiguous():
+            layout = f"{list(parameter.shape)} with strides {parameter.stride()}"
+            yield f"{name} must be contiguous and have rows, got {layout}"
     if pieces.parts is not None:
         for dimension, why in pieces.parts.refused.items():
             size = sizes[dimension] if dimension in sizes else T * getattr(plan, dimension)
@@ -201,9 +205,8 @@ def _refusals(
 
 def _layer_refusals(name: str, layer: Any, T: int, P: int) -> Iterator[str]:
     """P: the number of processes that share the heads of an attention by all-to-all."""
-    kinds = (TransformerEncoderLayer, TransformerDecoderLayer)
-    if not is_unmodified(layer, *kinds):
-        wanted = " or ".join(kind.__name__ for kind in kinds)
+    if not is_unmodified(layer, *_LAYERS):
+        wanted = " or ".join(kind.__name__ for kind in _LAYERS)
         yield f"{name} must be an unmodified {wanted} of fastattn.nn, got {type(layer).__name__}"
         return
     for child in ("self_attn", "multihead_attn"):
@@ -295,8 +298,7 @@ class _Changes:
 
     def make(self) -> list[tuple[str, str]]:
         model, layers = self.pieces.model, dict(self.pieces.layers())
-        kinds = tuple({type(layer) for layer in layers.values()})
-        packable = {name: can_pack(layer, kinds) for name, layer in layers.items()}
+        packable = {name: can_pack(layer, _LAYERS) for name, layer in layers.items()}
         in_layers = {module for layer in layers.values() for module in layer.modules()}
         weights = {}
         for name, layer in layers.items():

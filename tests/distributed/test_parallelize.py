@@ -323,6 +323,24 @@ def stacks() -> None:
         require_within_budget(found, *gradients.values())  # type: ignore[arg-type]
 
 
+class Doubling(nn.TransformerEncoderLayer):
+    """Not a layer that runs on packed rows."""
+
+    def forward(self, src, src_mask=None, src_key_padding_mask=None, is_causal=False):  # type: ignore[no-untyped-def]
+        return 2 * super().forward(src, src_mask, src_key_padding_mask, is_causal)
+
+
+def layers_of_other_classes() -> None:
+    from fastattn.distributed import parallelize
+
+    encoder = fnn.TransformerEncoder(Doubling(16, 4, 32, 0.0, batch_first=True), 2)
+    x, lengths, rank = torch.randn(4, 6, 16), [6, 2, 4, 1], dist.get_rank()
+    expected = encoder(x, src_lengths=lengths)[rank : rank + 1]
+    parallelize(encoder, mesh_of(data=4))
+    result = encoder(x[rank : rank + 1], src_lengths=lengths[rank : rank + 1])
+    torch.testing.assert_close(result, expected)
+
+
 def attention_drops_what_one_process_drops() -> None:
     config = replace(SMALL, attention_dropout=0.4)
     for sizes, plan in (
@@ -397,6 +415,9 @@ def refusals() -> None:
         ({"copy": True}, '(?s)"vocabulary" must .* copies source tokens.*"sequence" must'),
     ):
         refused(make_model(replace(SMALL, **options)), what, tensor=2, data=2)  # type: ignore[arg-type]
+    strided = fnn.TransformerEncoder(fnn.TransformerEncoderLayer(16, 4, 16), 1)
+    strided.layers[0].linear1.weight = nn.Parameter(torch.randn(16, 16).t())
+    refused(strided, r"layers.0.linear1.weight must be contiguous .* strides \(1, 16\)", data=4)
     refused(nn.Transformer(16, 4, 1, 1), r"must be a Transformer.* got torch\.nn", data=4)
     refused(nn.Linear(2, 2), "must be a Transformer.* got torch.nn.modules.linear.Linear", data=4)
     biased = fnn.TransformerEncoder(fnn.TransformerEncoderLayer(16, 4, 32), 1)
@@ -421,6 +442,7 @@ def test_of_four() -> None:
         data_and_tensor,
         tensor_and_context,
         stacks,
+        layers_of_other_classes,
         refusals,
         attention_drops_what_one_process_drops,
         other_dropouts,

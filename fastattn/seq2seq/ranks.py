@@ -25,7 +25,19 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The ranks of `mesh`; None: this process alone."""
+    """The processes that `train` runs in: those of a mesh, or this process alone.
+
+    All processes make it together, after `torch.distributed.init_process_group`.
+
+    Args:
+        mesh: a DeviceMesh of all processes, whose dimensions are named as for
+            `fastattn.distributed.parallelize`; None: this process alone.
+
+    Attributes:
+        rank, size: this process's number among all, and their number.
+        part: the rank and the number of ranks that split a batch by sentences.
+        names: the dimensions of the mesh with more than one rank.
+    """
 
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
         self.mesh = mesh

@@ -27,7 +27,7 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 from fastattn.integrations.huggingface import NAME
-from fastattn.nn.fusion import linear
+from fastattn.nn.fusion import linear, modules_of
 from fastattn.nn.step_graph import Tape, recorded
 
 if TYPE_CHECKING:
@@ -275,7 +275,7 @@ def _survey(model: nn.Module) -> _Survey:
     devices, why = set(), None
     if torch.nn.modules.module._has_any_global_hook():
         why = "is made while hooks of all modules are registered"
-    for module in model.modules():
+    for module in modules_of(model):
         kind: Any = type(module)
         state = module.__dict__
         found += [kind, kind.forward]

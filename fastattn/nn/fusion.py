@@ -80,6 +80,19 @@ def weight_and_bias(module: Any) -> tuple[Any, Any]:
     return module.weight, module.bias  # not parameters: assigned as tensors
 
 
+def modules_of(module: nn.Module) -> list[nn.Module]:
+    """Those of `module.modules()`, breadth first. Its nested generators and names take seven times
+    as long, for the modules of a small Transformer as long as a fifth of a decoding step.
+    """
+    found, seen = [module], {id(module)}
+    for parent in found:
+        for child in parent._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                found.append(child)
+    return found
+
+
 def inherits(module: nn.Module, base: type[nn.Module], method: str) -> bool:
     """Whether `module.method` is that of `base`, not overridden by a subclass or assignment."""
     return getattr(type(module), method) is getattr(base, method) and method not in module.__dict__

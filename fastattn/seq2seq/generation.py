@@ -14,9 +14,10 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastattn.functional import batch_invariant
+from fastattn.nn.fusion import modules_of
 from fastattn.nn.paged_decoding import PagedDecoderCache
 from fastattn.nn.step_graph import recorded
 
@@ -195,13 +196,15 @@ def _search(
     programs: Programs | None,
 ) -> tuple[Search, Callable[[], None]]:
     """A search for this request, new or kept, and the function that advances it."""
-    hooked = _has_hooks(model)
+    modules = modules_of(model)
+    hooked = _has_hooks(modules)
+    parameters = [p for m in modules for p in m._parameters.values() if p is not None]
     programs = None if hooked or use_cache is False else programs
     B, S = memory.source.shape
     size, steps = _round_up(S, MEMORY_SIZES), _round_up(request.limit, STEPS)
     # The random numbers of a sampling strategy are inputs of the program, not part of it.
     fixed = replace(strategy, seed=0) if isinstance(strategy, Sampling) else strategy
-    key = (fixed, B, size, steps, request.prefixes is not None, *_fingerprint(model))
+    key = (fixed, B, size, steps, request.prefixes is not None, *_fingerprint(model, parameters))
     program = None if programs is None else programs.take(key)
     if program is not None:
         program.continuations.restart(memory)
@@ -276,27 +279,27 @@ def _generate_continuously(
     search = _make_search(continuations, strategy, idle, max(limits))
     assert isinstance(search, SingleSearch)
     advance, between = search.step, 1
-    if not _has_hooks(model):
+    if not _has_hooks(modules_of(model)):
         advance = recorded(search.step, search.rewind, device)
         between = STEPS_BETWEEN_END_CHECKS.get(device.type, 8)
     batch = ContinuousBatch(model, continuations, search, advance, unscored, between)
     return batch.run(sentences, notify)
 
 
-def _has_hooks(model: Seq2SeqTransformer) -> bool:
+def _has_hooks(modules: Sequence[nn.Module]) -> bool:
     """Whether modules have hooks, which a replay of a recorded step does not run."""
-    return any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    return any(m._forward_hooks or m._forward_pre_hooks for m in modules)
 
 
 def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def _fingerprint(model: Seq2SeqTransformer) -> tuple[Hashable, ...]:
+def _fingerprint(model: Seq2SeqTransformer, parameters: Sequence[Tensor]) -> tuple[Hashable, ...]:
     """The state that a recorded step depends on: addresses of the parameters, and autocast."""
     device = model.embedding.weight.device.type
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    return (autocast, *(p.data_ptr() for p in model.parameters()))
+    return (autocast, *(p.data_ptr() for p in parameters))
 
 
 def _make_search(

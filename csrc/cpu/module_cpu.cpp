@@ -1,5 +1,6 @@
 // Operators of the library _C_cpu itself (namespace fastattn_cpu): the choice of the instruction
-// set and test settings. Each op's binding registers its kernels in the namespace fastattn.
+// set, large pages and test settings. Each op's binding registers its kernels in the namespace
+// fastattn.
 #include <atomic>
 
 #include "cpu/binding.h"
@@ -31,6 +32,15 @@ bool poison_memory(bool on) {
   return poisons_memory().exchange(on);
 }
 
+void move_ranges(std::vector<int64_t> addresses, std::vector<int64_t> bytes) {
+  STD_TORCH_CHECK(addresses.size() == bytes.size(), "as many addresses as sizes");
+  std::vector<std::pair<uintptr_t, int64_t>> ranges;
+  for (size_t i = 0; i < bytes.size(); ++i) {
+    ranges.emplace_back(static_cast<uintptr_t>(addresses[i]), bytes[i]);
+  }
+  move_to_large_pages(ranges);
+}
+
 }  // namespace
 
 std::atomic<bool>& poisons_memory() {
@@ -51,6 +61,7 @@ STABLE_TORCH_LIBRARY(fastattn_cpu, m) {
   m.def("best_isa() -> int");
   m.def("isa() -> int");
   m.def("use_isa(int isa) -> ()");
+  m.def("move_to_large_pages(int[] addresses, int[] bytes) -> ()");
   m.def("poison_memory(bool on) -> bool");
 }
 
@@ -58,5 +69,6 @@ STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CompositeExplicitAutograd, m) {
   m.impl("best_isa", TORCH_BOX(&fastattn::best));
   m.impl("isa", TORCH_BOX(&fastattn::isa_in_use));
   m.impl("use_isa", TORCH_BOX(&fastattn::choose_isa));
+  m.impl("move_to_large_pages", TORCH_BOX(&fastattn::move_ranges));
   m.impl("poison_memory", TORCH_BOX(&fastattn::poison_memory));
 }

@@ -93,6 +93,7 @@ class _Program:
                 functools.partial(state.seek, state.position.clone()),
                 tokens.device,
                 results=lambda: [] if self.logits is None else [self.logits],
+                weights=model.parameters(),
             )
         (self._replay or run)()
         state.length = length + 1

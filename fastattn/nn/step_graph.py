@@ -7,7 +7,7 @@ Python code between them; counters on the host do not advance.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastattn.ops import Call, interpreting, replay
+from fastattn.ops import Call, interpreting, move_to_large_pages, replay
 
 
 def recorded(
@@ -23,11 +23,14 @@ def recorded(
     rewind: Callable[[], None],
     device: torch.device,
     results: Callable[[], Sequence[Tensor]] | None = None,
+    weights: Iterable[Tensor] = (),
 ) -> Callable[[], None]:
     """Return a function that does one step: a replay of `step`, recorded now or at its first call.
 
     results: the tensors made by a step that are read after it. If given, a replay on a CPU computes
-    all others in shared memory; else it computes each in memory of its own.
+    all others in shared memory; else it computes each in memory of its own. weights: on a CPU they
+    are moved to large pages (250 MB, one Zen 5 thread: the products of a step take 4.4 ms instead
+    of 5.0 with 154 MB of them; moving takes 0.09 s).
     For a CUDA graph the step runs twice; `rewind` resets its tensors to the start, also before this
     returns.
     """
@@ -35,6 +38,7 @@ def recorded(
         return _cuda_graph(step, rewind, device)
     # Triton's interpreter launches kernels outside torch's dispatcher, so no tape records them.
     if device.type == "cpu" and not interpreting():
+        move_to_large_pages(weights)
         return Tape(step, results)
     return step
 

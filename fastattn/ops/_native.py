@@ -54,7 +54,7 @@ def _load_failure(library: str) -> str | None:
     except OSError as error:
         return f"cannot load its native library {path.name}: {error}"
     if library == "cpu":
-        if not hasattr(torch.ops.fastattn_cpu, "set_torch_is_faster"):
+        if not hasattr(torch.ops.fastattn_cpu, "move_to_large_pages"):
             return f"has a native library from other sources, {path.name}: build it again"
         # By dtype, in the order of csrc/common/dtype.h.
         slower = [

@@ -227,7 +227,7 @@ def _search(
     if programs is None and device.type != "cpu":
         # Recording a graph takes longer than a few dozen steps: only worth it if it is kept.
         return search, search.step
-    advance = recorded(search.step, search.rewind, device)
+    advance = recorded(search.step, search.rewind, device, weights=parameters)
     if programs is not None:
         programs.put(key, _Program(continuations, search, advance))
     return search, advance
@@ -280,7 +280,7 @@ def _generate_continuously(
     assert isinstance(search, SingleSearch)
     advance, between = search.step, 1
     if not _has_hooks(modules_of(model)):
-        advance = recorded(search.step, search.rewind, device)
+        advance = recorded(search.step, search.rewind, device, weights=model.parameters())
         between = STEPS_BETWEEN_END_CHECKS.get(device.type, 8)
     batch = ContinuousBatch(model, continuations, search, advance, unscored, between)
     return batch.run(sentences, notify)

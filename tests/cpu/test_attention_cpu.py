@@ -199,6 +199,27 @@ def test_dead_positions_may_hold_anything(
     assert (dk[dead_keys] == 0).all() and (dv[dead_keys] == 0).all()
 
 
+@every_isa
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("first", [138, 141, 143])
+def test_keys_just_before_the_window_may_hold_anything(
+    isa: str, dtype: torch.dtype, first: int
+) -> None:
+    """They may be in the group of keys that the kernel reads together with the first one."""
+    N, page = 208, 16
+    q = torch.randn(2, 4, 1, 64).to(dtype)
+    k, v = (torch.randn(2, 2, N, 64).to(dtype) for _ in range(2))
+    attend = partial(
+        fastattn.attention, q, causal="bottom_right", window=(N - 1 - first, 0), softcap=5.0
+    )
+    expected = attend(k, v)
+    k[:, :, :first], v[:, :, :first] = torch.nan, torch.inf
+    assert torch.equal(attend(k, v), expected)
+    table = torch.arange(2 * N // page, dtype=torch.int32).view(2, -1)
+    pages = [x.unflatten(2, (-1, page)).transpose(1, 2).flatten(0, 1) for x in (k, v)]
+    assert torch.equal(attend(*pages, block_table=table), expected)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nan_in_live_values_propagates(dtype: torch.dtype) -> None:
     """NaN affects the queries that may attend it, and no query whose tiles do not contain it."""

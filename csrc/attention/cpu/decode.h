@@ -7,6 +7,11 @@
 
 namespace fastattn::attention::FASTATTN_ISA {
 
+// Rows that are processed together. Those of a tile begin at a multiple of it, so that no group is
+// in two pages.
+constexpr int kGroup = 4;
+static_assert(kTileKeys % kGroup == 0 && kLeastPage % kGroup == 0);
+
 // Keys or values of one head, row after row; row j of a run in pages is row j of the tile's.
 template <class T, bool kPaged = false>
 struct Rows {
@@ -18,8 +23,10 @@ struct Rows {
   const T* at(int j) const { return data + j * stride; }
   static constexpr int runs() { return 1; }
   const Rows& run(int) const { return *this; }
+  static constexpr int run_of(int, int) { return 0; }
 };
-// Those of a tile in pages: runs of rows that follow each other.
+// Those of a tile in pages: runs of rows that follow each other. Groups of kGroup rows are in one
+// run.
 template <class T>
 struct Rows<T, true> {
   static constexpr int kRuns = kTileKeys / kLeastPage + 1;  // the first may begin inside a page
@@ -40,7 +47,6 @@ struct Rows<T, true> {
     }
     return r;
   }
-  const T* at(int j) const { return data[run_of(j, 0)] + j * stride; }
 };
 
 // Prefetches a row. The hardware prefetcher follows contiguous rows, but not their first ones, nor
@@ -56,7 +62,7 @@ __attribute__((always_inline)) inline void prefetch(const Rows<T>& rows, int j) 
   }
 }
 
-// `count` keys (or values) of a sequence from `first` on, at most kTileKeys.
+// `count` keys (or values) of a sequence from `first` on, a multiple of kGroup, at most kTileKeys.
 template <class T, bool kPaged>
 inline Rows<T, kPaged> rows_of_keys(const Problem& a, const TensorView& x, const Sequence& s,
                                     int64_t h, int first, int count, int dim, bool prefetch_all) {
@@ -109,10 +115,9 @@ inline __attribute__((always_inline)) void for_bundles(int heads, const Run& run
 // -- scores --------------------------------------------------------------------------------------
 // Products of kHeads queries (rows of `width` units) with kKeys keys from j on, not summed over
 // lanes.
-template <int kHeads, int kKeys, class T, bool kPaged>
-inline __attribute__((always_inline)) void products(const float* q, int64_t width,
-                                                    const Rows<T, kPaged>& k, int j,
-                                                    Float (&c)[kHeads][kKeys]) {
+template <int kHeads, int kKeys, class T>
+inline __attribute__((always_inline)) void products(const float* q, int64_t width, const Rows<T>& k,
+                                                    int j, Float (&c)[kHeads][kKeys]) {
   for_vectors(k.dim, [&](auto lanes, int64_t d) __attribute__((always_inline)) {
     for (int i = 0; i < kKeys; ++i) {
       const Float key = lanes.load(k.at(j + i) + d);
@@ -123,9 +128,9 @@ inline __attribute__((always_inline)) void products(const float* q, int64_t widt
   });
 }
 #if defined(__AVX512BF16__)
-template <int kHeads, int kKeys, bool kPaged>
+template <int kHeads, int kKeys>
 inline __attribute__((always_inline)) void products(const uint32_t* q, int64_t width,
-                                                    const Rows<BFloat16, kPaged>& k, int j,
+                                                    const Rows<BFloat16>& k, int j,
                                                     Float (&c)[kHeads][kKeys]) {
   constexpr int kStep = 2 * kLanes;
   const auto step = [&](__mmask32 in, int d) __attribute__((always_inline)) {
@@ -149,52 +154,43 @@ inline __attribute__((always_inline)) void products(const uint32_t* q, int64_t w
 #endif
 
 // Scores of the keys for the heads of a group. ahead: rows to prefetch, in the same runs as the
-// keys. next: more rows to prefetch, in other runs; null for none. Rows of q have `width` units,
-// those of s kTileKeys.
-constexpr int kScoresAtOnce = 4;
-template <class Unit, class T, bool kPaged>
+// keys. next: more rows to prefetch, in other runs, if kNext. Rows of q have `width` units, those
+// of s kTileKeys.
+template <bool kNext, class Unit, class T, bool kPaged>
 inline void decode_scores(const Unit* q, int64_t width, int heads, const Rows<T, kPaged>& k,
-                          const Rows<T, kPaged>& ahead, float* s,
-                          const Rows<T, kPaged>* next = nullptr) {
-  constexpr int kKeys = kScoresAtOnce;
-  const auto scores_of = [&](const auto& keys, int j) __attribute__((always_inline)) {
-    for_bundles(heads, [&](int g, auto bundle) __attribute__((always_inline)) {
-      constexpr int kHeads = decltype(bundle)::value;
-      Float c[kHeads][kKeys] = {};
-      products(q + g * width, width, keys, j, c);
-      for (int h = 0; h < kHeads; ++h) {
-        store_sums(s + (g + h) * kTileKeys + j, c[h][0], c[h][1], c[h][2], c[h][3]);
-      }
-    });
-  };
+                          const Rows<T, kPaged>& ahead, float* s, const Rows<T, kPaged>& next) {
   int j = 0;
   [[maybe_unused]] int next_run = 0;
   for (int r = 0; r < k.runs(); ++r) {
     const Rows<T> keys = k.run(r), values = ahead.run(r);
-    for (; j + kKeys <= keys.count; j += kKeys) {
-      for (int i = j; i < j + kKeys; ++i) {
+    for (; j + kGroup <= keys.count; j += kGroup) {
+      for (int i = j; i < j + kGroup; ++i) {
         prefetch(values, i);
       }
-      if constexpr (kPaged) {
-        if (next && j < next->count) {
-          next_run = next->run_of(j, next_run);
-          const Rows<T> rows = next->run(next_run);
-          for (int i = j; i < j + kKeys; ++i) {
+      if constexpr (kNext) {
+        if (j < next.count) {
+          next_run = next.run_of(j, next_run);
+          const Rows<T> rows = next.run(next_run);
+          for (int i = j; i < j + kGroup; ++i) {
             prefetch(rows, i);
           }
         }
       }
-      scores_of(keys, j);
-    }
-    if (kPaged && j < keys.count && j + kKeys <= k.count) {  // in two runs
-      scores_of(k, j);
-      j += kKeys;
+      for_bundles(heads, [&](int g, auto bundle) __attribute__((always_inline)) {
+        constexpr int kHeads = decltype(bundle)::value;
+        Float c[kHeads][kGroup] = {};
+        products(q + g * width, width, keys, j, c);
+        for (int h = 0; h < kHeads; ++h) {
+          store_sums(s + (g + h) * kTileKeys + j, c[h][0], c[h][1], c[h][2], c[h][3]);
+        }
+      });
     }
   }
-  for (; j < k.count; ++j) {
+  const Rows<T> keys = k.run(k.runs() - 1);
+  for (; j < keys.count; ++j) {
     for (int g = 0; g < heads; ++g) {
       Float c[1][1] = {};
-      products(q + g * width, width, k, j, c);
+      products(q + g * width, width, keys, j, c);
       s[g * kTileKeys + j] = sum(c[0][0]);
     }
   }
@@ -209,8 +205,9 @@ inline __attribute__((always_inline)) void add_columns(const float* p, const Row
                                                        int64_t e, Lanes lanes, float* o,
                                                        int64_t stride) {
   constexpr int kSums = 2;
+  static_assert(kGroup % kSums == 0);
   Float c[kHeads][kSums][kChunk] = {};
-  const auto add = [&](const auto& rows, int j, int n) __attribute__((always_inline)) {
+  const auto add = [&](const Rows<T>& rows, int j, int n) __attribute__((always_inline)) {
     for (int h = 0; h < kHeads; ++h) {
       const float weight = p[h * kTileKeys + j];
       if (kSkips && weight == 0.0f) {
@@ -228,14 +225,9 @@ inline __attribute__((always_inline)) void add_columns(const float* p, const Row
       add(rows, j, 0);
       add(rows, j + 1, 1);
     }
-    if (kPaged && j < rows.count && j + kSums <= v.count) {  // in two runs
-      add(v, j, 0);
-      add(v, j + 1, 1);
-      j += kSums;
-    }
   }
   if (j < v.count) {
-    add(v, j, 0);
+    add(v.run(v.runs() - 1), j, 0);
   }
   for (int h = 0; h < kHeads; ++h) {
     for (int i = 0; i < kChunk; ++i) {
@@ -290,6 +282,7 @@ template <int kHeads, bool kSkips, bool kPaged>
 inline void add_weighted(const uint16_t* p, const Rows<BFloat16, kPaged>& v, float* o,
                          int64_t stride) {
   constexpr int kSums = 2, kChunk = 2, kStep = 2 * kLanes;
+  static_assert(kGroup % (2 * kSums) == 0);
   for (int64_t e = 0; e < v.dim; e += kChunk * kStep) {
     __mmask32 in[kChunk];
     for (int i = 0; i < kChunk; ++i) {
@@ -298,7 +291,7 @@ inline void add_weighted(const uint16_t* p, const Rows<BFloat16, kPaged>& v, flo
     }
     Float c[kHeads][kSums][kChunk][2] = {};
     // Values j and, if `two`, j + 1.
-    const auto add = [&](const auto& values, int j, int n,
+    const auto add = [&](const Rows<BFloat16>& values, int j, int n,
                          bool two) __attribute__((always_inline)) {
       for (int h = 0; h < kHeads; ++h) {
         const uint16_t* weights = p + h * 2 * kTileKeys + j;
@@ -324,18 +317,14 @@ inline void add_weighted(const uint16_t* p, const Rows<BFloat16, kPaged>& v, flo
         add(values, j, 0, true);
         add(values, j + 2, 1, true);
       }
-      if (kPaged && j < values.count && j + 2 * kSums <= v.count) {  // in two runs
-        add(v, j, 0, true);
-        add(v, j + 2, 1, true);
-        j += 2 * kSums;
-      }
     }
+    const Rows<BFloat16> values = v.run(v.runs() - 1);
     if (j + 2 <= v.count) {
-      add(v, j, 0, true);
+      add(values, j, 0, true);
       j += 2;
     }
     if (j < v.count) {
-      add(v, j, 1, false);
+      add(values, j, 1, false);
     }
     for (int h = 0; h < kHeads; ++h) {
       for (int i = 0; i < kChunk; ++i) {
@@ -356,15 +345,15 @@ inline bool has_zero(const Weight* p, int count) {
   return zeros > 0;
 }
 
-// Adds the weighted values to rows of o. Weights: in rows of a tile from `begin` on, floats or, for
+// Adds the weighted values to rows of o. Weights: in rows of a tile from `from` on, floats or, for
 // Pairs, bf16.
 template <class C, class T, bool kPaged>
-inline void decode_values(const float* s, int begin, int heads, const Rows<T, kPaged>& v, float* o,
+inline void decode_values(const float* s, int from, int heads, const Rows<T, kPaged>& v, float* o,
                           int64_t stride) {
   for_bundles(heads, [&](int g, auto bundle) {
     constexpr int kHeads = decltype(bundle)::value;
     using Weight = std::conditional_t<C::kDepth == 1, float, uint16_t>;
-    const Weight* p = reinterpret_cast<const Weight*>(s + g * kTileKeys) + begin;
+    const Weight* p = reinterpret_cast<const Weight*>(s + g * kTileKeys) + from;
     bool skips = false;
     for (int h = 0; h < kHeads; ++h) {
       skips = skips || has_zero(p + h * C::kDepth * kTileKeys, v.count);
@@ -398,9 +387,10 @@ inline Rows<T, kPaged> first_keys_after(const Forward& a, const Sequence& sequen
   }
   const Sequence next = last ? a.sequence(sequence.b + 1) : sequence;
   const Range keys = next.queries > 0 ? keys_of(a, next, 0) : Range{0, 0};
-  const int count = smaller(keys.end - keys.begin, kTileKeys);
-  return rows_of_keys<T, kPaged>(a, a.k, next, last ? 0 : kv_head + 1, keys.begin, count,
-                                 a.head_dim, true);
+  const int from = keys.begin / kGroup * kGroup;
+  const int count = smaller(keys.end - from, kTileKeys);
+  return rows_of_keys<T, kPaged>(a, a.k, next, last ? 0 : kv_head + 1, from, count, a.head_dim,
+                                 true);
 }
 
 // Partial results of a split for `heads` heads from `h` on, which share keys and values.
@@ -428,38 +418,32 @@ void decode_split(const Forward& a, const Sequence& sequence, int64_t kv_head, i
     const int begin = larger(rows.some.begin - first, 0);
     const int end = smaller(rows.some.end - first, kTileKeys);
     const int columns = round_up(end, kLanes);
+    // Up to kGroup - 1 keys before `begin` are read, and weighted by 0.
+    const int from = begin / kGroup * kGroup;
     const auto rows_of = [&](const TensorView& x, int from, int count, int dim) {
       return rows_of_keys<T, kPaged>(a, x, sequence, kv_head, first + from, count, dim,
                                      in_memory || x.row_stride != dim);
     };
     // In pages, what was prefetched; finding its runs takes longer than one address.
     const bool known = kPaged && n > tiles.begin;
-    const auto k = known ? next : rows_of(a.k, begin, end - begin, a.head_dim);
-    const auto v = rows_of(a.v, begin, end - begin, a.value_dim);
+    const auto k = known ? next : rows_of(a.k, from, end - from, a.head_dim);
+    const auto v = rows_of(a.v, from, end - from, a.value_dim);
     memset(memory.s, 0, sizeof(float) * heads * kTileKeys);
     const int left = clamped(rows.some.end - first - kTileKeys, kTileKeys);
     const bool last_heads = k.prefetch_all && h + heads == (kv_head + 1) * a.group();
     // The hardware prefetcher stops at the end of a page. All next keys requested together, after
     // the scores, are more than a core has outstanding: 8 sequences, 32 heads over 8, 2048 keys of
-    // 128 in pages of 16, bf16, Zen 5: 5.1 ms, and 3.9 requested during the scores.
-    if constexpr (kPaged) {
-      next = left > 0     ? rows_of(a.k, kTileKeys, left, a.head_dim)
-             : last_heads ? first_keys_after<T, kPaged>(a, sequence, kv_head)
-                          : Rows<T, kPaged>();
-      decode_scores(q, D / C::kDepth, heads, k, v, memory.s + begin, in_memory ? &next : nullptr);
-    } else {
-      decode_scores(q, D / C::kDepth, heads, k, v, memory.s + begin);
-    }
+    // 128, bf16, Zen 5: in pages of 16 5.1 ms, and 3.9 requested during the scores; contiguous
+    // 5.3 ms and 4.6.
+    const bool during = in_memory && (kPaged || heads > 1);
+    next = left > 0     ? rows_of(a.k, kTileKeys, left, a.head_dim)
+           : last_heads ? first_keys_after<T, kPaged>(a, sequence, kv_head)
+                        : Rows<T, kPaged>();
+    const auto scores = during ? decode_scores<true, typename C::Unit, T, kPaged>
+                               : decode_scores<false, typename C::Unit, T, kPaged>;
+    scores(q, D / C::kDepth, heads, k, v, memory.s + from, next);
     cap_scores(a, heads, columns, memory.s);
-    if constexpr (!kPaged) {
-      next = {};
-      if (left > 0) {
-        next = rows_of(a.k, kTileKeys, left, a.head_dim);
-      } else if (last_heads) {
-        next = first_keys_after<T, kPaged>(a, sequence, kv_head);
-      }
-    }
-    const int prefetched = kPaged && in_memory ? k.count / kScoresAtOnce * kScoresAtOnce : 0;
+    const int prefetched = during ? k.count / kGroup * kGroup : 0;
     for (int r = 0, j = prefetched; r < next.runs(); ++r) {
       const Rows<T> rows = next.run(r);
       for (; j < rows.count; ++j) {
@@ -487,7 +471,7 @@ void decode_split(const Forward& a, const Sequence& sequence, int64_t kv_head, i
       };
       bias ? run(bias.floats(0)) : run(NoBias{});
     }
-    decode_values<C>(memory.s, begin, heads, v, partials, stride);
+    decode_values<C>(memory.s, from, heads, v, partials, stride);
   }
 }
 

@@ -69,7 +69,8 @@ class IncrementalDecoding:
                 f"got {padding.dtype} {list(padding.shape)}"
             )
         if memory_lengths is not None:
-            memory_lengths = check_memory_lengths(memory_lengths, B, memories[0].device)
+            lengths = check_memory_lengths(memory_lengths, B, memories[0].device)
+            memory_lengths = lengths.clamp(max=N)  # a tensor of its own: `restart` writes here
         if page_size is not None:
             if beams > 1 or padding is not None:
                 raise ValueError(
@@ -92,7 +93,6 @@ class IncrementalDecoding:
                     f"memory_size must be at least the memory's {N} and needs memory_lengths, "
                     f"got {memory_size} and memory_lengths={memory_lengths}"
                 )
-            memory_lengths = memory_lengths.clone()  # `restart` writes here
 
         layers = []
         for layer, layer_memory in zip(self.layers, memories, strict=True):
@@ -130,7 +130,7 @@ class IncrementalDecoding:
                 f"memory must have {wanted} sequences of at most {cache.memory_size} rows, "
                 f"got {B} of {N}"
             )
-        lengths = check_memory_lengths(memory_lengths, B, memories[0].device)
+        lengths = check_memory_lengths(memory_lengths, B, memories[0].device).clamp(max=N)
         projected = (project_memory(*each) for each in zip(self.layers, memories, strict=True))
         cache.restart(projected, lengths, slots)
 

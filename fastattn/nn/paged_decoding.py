@@ -99,6 +99,7 @@ class PagedDecoderCache(DecoderCache):
 
     def release(self, slots: Sequence[int]) -> None:
         """Ends the sequences in these slots and frees their pages."""
+        self._check_slots(slots)
         for slot in slots:
             for pages, table in zip(self._pages, self._host, strict=True):
                 self._free += reversed(pages[slot])
@@ -121,10 +122,7 @@ class PagedDecoderCache(DecoderCache):
         `lengths` rows are read.
         """
         slots = range(self.batch_size) if slots is None else slots
-        if len(set(slots)) != len(slots) or not set(slots) <= set(range(self.batch_size)):
-            raise ValueError(
-                f"slots must be different numbers below {self.batch_size}, got {list(slots)}"
-            )
+        self._check_slots(slots)
         lengths = [max(0, min(n, self._memory_size)) for n in torch.as_tensor(lengths).tolist()]
         held = sum(len(pages[slot]) for pages in self._pages for slot in slots)
         self._check_free(self.missing_pages({}, lengths) - held)
@@ -153,6 +151,8 @@ class PagedDecoderCache(DecoderCache):
         at = self.position
         if positions > 1:
             at = at + torch.arange(positions, device=at.device)  # [B, S]
+            # Slots without a sequence may be at any position: the block table ends at max_length.
+            at = at.clamp(max=self.max_length - 1)
         pages = self._tables[0].gather(1, at // self.page_size)
         rows = (pages * self.page_size).long() + at % self.page_size
         key_lengths = at + 1
@@ -186,6 +186,12 @@ class PagedDecoderCache(DecoderCache):
 
     def _count(self, length: int) -> int:
         return -(-length // self.page_size)
+
+    def _check_slots(self, slots: Sequence[int]) -> None:
+        if len(set(slots)) != len(slots) or not set(slots) <= set(range(self.batch_size)):
+            raise ValueError(
+                f"slots must be different numbers below {self.batch_size}, got {list(slots)}"
+            )
 
     def _check_free(self, missing: int) -> None:
         if missing > len(self._free):

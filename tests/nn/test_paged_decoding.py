@@ -161,6 +161,33 @@ def test_recorded_steps_follow_the_host():
     assert caches[0].position.tolist() == caches[1].position.tolist()
 
 
+@torch.no_grad()
+def test_slots_without_a_sequence_at_the_last_position():
+    """They advance with the others, but never beyond the end of their block table."""
+    fast, x = decoder(), torch.randn(2, 4, E)
+    cache = fast.init_cache(torch.randn(2, 5, E), max_length=2 * PAGE, page_size=PAGE)
+    cache.release([1])
+    for _ in range(2 * PAGE):
+        fast.step(x[:, :1], cache)
+    memory = torch.randn(1, 5, E)
+    fast.restart(cache, memory, [5], slots=[0])
+    expected = fast.step(x[:1], fast.init_cache(memory, max_length=T))
+    torch.testing.assert_close(fast.step(x, cache)[:1], expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"page_size": PAGE}], ids=["contiguous", "paged"])
+@torch.no_grad()
+def test_lengths_beyond_a_memory_end_with_it(options):
+    fast, x = decoder(), torch.randn(1, 1, E)
+    options = {"max_length": T, "memory_size": 2 * N, **options}
+    for memory in (torch.randn(1, N, E), torch.randn(1, 5, E)):
+        expected = fast.step(x, fast.init_cache(memory, max_length=T))
+        cache = fast.init_cache(memory, memory_lengths=[N + 3], **options)
+        torch.testing.assert_close(fast.step(x, cache), expected)
+        fast.restart(cache, memory, [N + 3])
+        torch.testing.assert_close(fast.step(x, cache), expected)
+
+
 def test_paged_cache_errors():
     fast, memory = decoder(), torch.randn(2, 5, E)
     for options, wanted in (
@@ -177,6 +204,8 @@ def test_paged_cache_errors():
     for slots in ([0, 0], [2, 1], [-1, 0]):
         with pytest.raises(ValueError, match="slots must be different numbers below 2, got"):
             fast.restart(cache, memory, [5, 5], slots=slots)
+        with pytest.raises(ValueError, match="slots must be different numbers below 2, got"):
+            cache.release(slots)
     with pytest.raises(ValueError, match="memory must have 1 sequences of at most 5 rows, got 2"):
         fast.restart(cache, memory, [5, 5], slots=[0])
     whole = fast.init_cache(memory, memory_lengths=[5, 5], max_length=T)

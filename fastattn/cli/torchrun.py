@@ -120,6 +120,13 @@ def local_device(device: torch.device, given: bool) -> torch.device:
         return device
     if given and device.index is not None:
         raise UsageError(f"--device must be cuda or cpu with --mesh, got {device}")
+    # Asked of all processes of a machine, so that rank 0, which prints, is one that raises.
+    started, count = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    if started > count:
+        raise UsageError(
+            f"--mesh needs a GPU for each of the {started} processes that torchrun started on this "
+            f"machine, which has {count}: start {count} of them, or give --device cpu"
+        )
     own = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     torch.cuda.set_device(own)
     return own
@@ -152,7 +159,8 @@ def _end(error: BaseException, rank: int, store: dist.Store, stop: StopRequest) 
         time.sleep(SECONDS_FOR_TORCHRUN)
         os._exit(1)
     sys.stderr = sys.__stderr__
-    log(f"fastattn: rank {rank} ends with an error")
+    if not isinstance(error, KeyboardInterrupt):
+        log(f"fastattn: rank {rank} ends with an error")
     code = report(error, "train")
     if code is None:
         traceback.print_exception(error)

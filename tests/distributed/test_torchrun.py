@@ -160,7 +160,7 @@ def test_a_mesh_is_sizes_of_known_dimensions(capsys, tmp_path, mesh):
     assert code == 2 and "argument --mesh: must be sizes of some of the dimensions data" in err
 
 
-def test_a_rank_chooses_its_own_gpu():
+def test_a_rank_chooses_its_own_gpu(monkeypatch):
     import torch
 
     from fastattn.cli.arguments import UsageError
@@ -169,3 +169,7 @@ def test_a_rank_chooses_its_own_gpu():
     assert local_device(torch.device("cpu"), True) == torch.device("cpu")
     with pytest.raises(UsageError, match="--device must be cuda or cpu with --mesh, got cuda:1"):
         local_device(torch.device("cuda:1"), True)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UsageError, match=r"--mesh needs a GPU for each of the 2 .* has 1"):
+        local_device(torch.device("cuda"), False)

@@ -38,6 +38,16 @@ class Group:
             return parts
         return parts.unflatten(0, (self.size, -1)).movedim(0, dim).flatten(dim, dim + 1)
 
+    def index_in_part(self, index: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Indices of rows of which each process has `length` -> those into this process's rows, and
+        whether they are in them. For rows of other processes they are 0, for rows that no process
+        has they stay out of range.
+        """
+        own = index - self.rank * length
+        inside = (own >= 0) & (own < length)
+        exists = (index >= 0) & (index < self.size * length)
+        return own.masked_fill(exists & ~inside, 0), inside
+
     def sum(self, x: Tensor) -> Tensor:
         """The sum over all processes."""
         if self.size == 1:

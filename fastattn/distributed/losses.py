@@ -56,9 +56,8 @@ def _cross_entropy(logits: Tensor, targets: Tensor, smoothing: float, group: Gro
     if group.size > 1:
         dist.all_reduce(highest, dist.ReduceOp.MAX, group=group.group)
     logits = logits - highest[..., None]
-    index = targets - group.rank * columns
-    inside = (index >= 0) & (index < columns)
-    chosen = logits.gather(-1, index.where(inside, 0)[..., None])[..., 0]
+    index, inside = group.index_in_part(targets, columns)
+    chosen = logits.gather(-1, index[..., None])[..., 0]
     terms = [logits.exp().sum(dim=-1), chosen.where(inside, 0.0)]
     if smoothing:
         terms.append(logits.sum(dim=-1))

@@ -272,11 +272,10 @@ class VocabularyEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         rows = self.weight.shape[0]
-        first = self.group.rank * rows
-        inside = (input >= first) & (input < first + rows)
-        padding = None if self.padding_idx is None else self.padding_idx - first
+        index, inside = self.group.index_in_part(input, rows)
+        padding = None if self.padding_idx is None else self.padding_idx - self.group.rank * rows
         x = F.embedding(
-            (input - first).where(inside, 0),
+            index,
             self.weight,
             padding if padding is not None and 0 <= padding < rows else None,
         )

@@ -195,6 +195,11 @@ class TokenSharding(StackSharding):
         self, source: Tensor, target: Tensor, source_padding: Tensor, pad: int
     ) -> tuple[Tensor, Tensor, Tensor, int | Tensor, int | Tensor]:
         """Sources are divided contiguously, targets, which attend causally, in balance."""
+        if source_padding.shape != source.shape:
+            raise ValueError(
+                f"source_padding must be {list(source.shape)} like source, "
+                f"got {list(source_padding.shape)}"
+            )
         source_at, target_at = self._positions(source, False), self._positions(target, True)
         return (
             self._shard(source, pad, False),

@@ -436,6 +436,27 @@ def refusals() -> None:
         stack(torch.randn(1, 8, 16))
 
 
+def inputs_out_of_range() -> None:
+    """Raise on every process, also if its rows of the vocabulary are others."""
+    from fastattn.distributed import loss_sum, parallelize
+
+    ((source, target_in, targets),) = batches(1)
+    model, padding = make_model(SMALL), source == 0
+    parallelize(model, mesh_of(data=2, tensor=2))
+    for wrong in (48, -1):
+        tokens = source.index_fill(1, torch.tensor([2]), wrong)
+        with pytest.raises((IndexError, RuntimeError), match=r"out of (range|bounds)"):
+            model(tokens, target_in, padding)
+        tokens = targets.index_fill(1, torch.tensor([2]), wrong)
+        logits = model(source, target_in, padding)
+        with pytest.raises((IndexError, RuntimeError), match=r"out of (range|bounds)"):
+            loss_sum(model, logits, tokens, ignore_index=0)
+    model = make_model(SMALL)
+    parallelize(model, mesh_of(context=2, tensor=2))
+    with pytest.raises(ValueError, match=r"source_padding must be \[4, 7\] .* got \[4, 6\]"):
+        model(source, target_in, padding[:, 1:])
+
+
 def test_of_four() -> None:
     in_processes(
         data_alone,
@@ -444,6 +465,7 @@ def test_of_four() -> None:
         stacks,
         layers_of_other_classes,
         refusals,
+        inputs_out_of_range,
         attention_drops_what_one_process_drops,
         other_dropouts,
     )

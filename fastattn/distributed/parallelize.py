@@ -9,11 +9,13 @@
 """
 
 import re
+import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -28,6 +30,7 @@ from fastattn.distributed.parameters import (
     module_blocks,
     parts_of,
     shard,
+    weight_blocks,
 )
 from fastattn.distributed.shards import Place, StackSharding, TokenSharding
 from fastattn.nn import (
@@ -49,6 +52,7 @@ DIMENSIONS = ("data", "context", "tensor")  # outermost first
 # Of these meshes, FSDP's is the first dimension.
 SLICED = (("data",), ("context",), ("data", "tensor"), ("context", "tensor"))
 METHODS = ("ring", "all_to_all")
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 _LAYERS = (TransformerEncoderLayer, TransformerDecoderLayer)
 
 
@@ -86,9 +90,9 @@ class Report:
 def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Plan | None = None) -> Report:
     """Divides a model and its work among the processes of a mesh, in place.
 
-    Every process calls it with a model of the same values. Afterwards parameters are DTensors;
-    optimizers are made then. Raises ValueError or TypeError with all reasons, before it changes
-    anything.
+    Every process of the mesh calls it with a model of the same values, which is checked. Afterwards
+    parameters are DTensors; optimizers are made then. Raises ValueError or TypeError with all
+    reasons, before it changes anything.
 
     Args:
         model: `fastattn.nn.Transformer`, `TransformerEncoder`, `TransformerDecoder`, or a model
@@ -96,15 +100,22 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Plan | None = None) ->
         mesh: its dimensions are named "data", "tensor" and "context", any of them in any order.
         plan: default `Plan()`.
     """
-    plan = plan or Plan()
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
+    plan = Plan() if plan is None else plan
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan must be a Plan, got {type(plan).__name__}")
     require_divisible(model, mesh, plan, mesh.device_type)
+    _require_same(model, mesh, plan)
     sizes = _sizes(mesh)
     pieces = _Pieces.of(model)
     return Report(tuple(_Changes(pieces, mesh, sizes, plan).make()))
 
 
 def require_divisible(model: nn.Module, mesh: DeviceMesh, plan: Plan, device_type: str) -> None:
-    """Raises what `parallelize` would, for parameters on a device of this type."""
+    """Raises what `parallelize` would on every process alike, for parameters on a device of this
+    type. Does not communicate.
+    """
     if reasons := list(_refusals(_Pieces.of(model), _sizes(mesh), plan, device_type)):
         raise ValueError("the model cannot be divided:\n" + "\n".join(f"- {r}" for r in reasons))
 
@@ -172,14 +183,7 @@ def _refusals(
     pieces: _Pieces, sizes: dict[str, int], plan: Plan, device_type: str
 ) -> Iterator[str]:
     T, model = sizes["tensor"], pieces.model
-    for name, parameter in model.named_parameters():
-        if not is_plain_tensor(parameter):
-            yield f"{name} must be a plain tensor, got {type(parameter).__name__}"
-        elif parameter.device.type != device_type:
-            yield f"{name} must be on the mesh's device {device_type}, got {parameter.device}"
-        elif parameter.dim() == 0 or not parameter.is_contiguous():
-            layout = f"{list(parameter.shape)} with strides {parameter.stride()}"
-            yield f"{name} must be contiguous and have rows, got {layout}"
+    yield from _parameter_refusals(model, device_type)
     if pieces.parts is not None:
         for dimension, why in pieces.parts.refused.items():
             size = sizes[dimension] if dimension in sizes else T * getattr(plan, dimension)
@@ -192,8 +196,11 @@ def _refusals(
                     f"{name} must have rows that {_processes(T)} divide, got {rows}: "
                     "use another vocabulary or Plan(vocabulary=False)"
                 )
-    if T > 1:
-        yield from _shared_parameters(model)
+    yield from _shared_parameters(model, None if T > 1 else weight_blocks(model))
+    seen: dict[Any, str] = {}
+    for name, layer in pieces.layers():
+        if seen.setdefault(layer, name) != name:
+            yield f"{name} must not be the layer {seen[layer]} again"
     for name, module in model.named_modules():
         if isinstance(module, (PowerNorm, TokenBatchNorm)):
             yield f"{name} must not normalise over tokens, got {type(module).__name__}"
@@ -246,13 +253,33 @@ def _layer_refusals(name: str, layer: Any, T: int, P: int) -> Iterator[str]:
             yield f"{name}.{child} must be an unmodified Dropout, got {type(module).__name__}"
 
 
-def _shared_parameters(model: nn.Module) -> Iterator[str]:
+def _parameter_refusals(model: nn.Module, device_type: str) -> Iterator[str]:
+    """One reason of each kind, because it often holds for all parameters."""
+    reasons: dict[str, list[str]] = {}
+    for name, parameter in model.named_parameters():
+        if not is_plain_tensor(parameter):
+            wanted, got = "a plain tensor", type(parameter).__name__
+        elif parameter.device.type != device_type:
+            wanted, got = f"on the mesh's device {device_type}", str(parameter.device)
+        elif parameter.dim() == 0 or not parameter.is_contiguous():
+            wanted = "contiguous and have rows"
+            got = f"{list(parameter.shape)} with strides {parameter.stride()}"
+        else:
+            continue
+        reasons.setdefault(wanted, []).append(f"{name} must be {wanted}, got {got}")
+    for first, *others in reasons.values():
+        yield first + (f", and {len(others)} other parameters" if others else "")
+
+
+def _shared_parameters(model: nn.Module, names: Collection[str] | None) -> Iterator[str]:
+    """Refuses parameters of several modules; with names, only those of which one is named."""
     first: dict[Tensor, str] = {}
     for prefix, module in model.named_modules():
         for own, parameter in module.named_parameters(recurse=False):
             name = f"{prefix}.{own}".removeprefix(".")
-            if first.setdefault(parameter, name) != name:
-                yield f"{name} must not be the parameter {first[parameter]} of another module"
+            other = first.setdefault(parameter, name)
+            if other != name and (names is None or name in names or other in names):
+                yield f"{name} must not be the parameter {other} of another module"
 
 
 def _processes(T: int) -> str:
@@ -262,6 +289,29 @@ def _processes(T: int) -> str:
 def _tensor(model: nn.Module, name: str) -> Tensor:
     parent, _, own = name.rpartition(".")
     return getattr(model.get_submodule(parent), own)  # type: ignore[no-any-return]
+
+
+def _require_same(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
+    """Raises if processes have other plans or weights: they would wait for each other, or train
+    weights of which their copies differ.
+    """
+    parameters = [*model.named_parameters()]
+    kinds = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in parameters]
+    bits = torch.zeros((), dtype=torch.int64, device=parameters[0][1].device)
+    for index, (_, p) in enumerate(parameters, start=1):
+        bits += index * p.detach().view(_INTEGERS[p.itemsize]).sum(dtype=torch.int64)
+    text = f"{type(model)} {kinds} {mesh.mesh_dim_names} {mesh.mesh.tolist()} {plan}"
+    own = torch.stack([bits.new_tensor(zlib.crc32(text.encode())), bits])
+    extremes = torch.cat([own, -own])
+    for dim in range(mesh.ndim):
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+    differ = (extremes[:2] != -extremes[2:]).tolist()
+    if any(differ):
+        what = "model, parameters or plan" if differ[0] else "values of parameters"
+        raise ValueError(
+            f"model and plan must be the same on every process of the mesh, got other {what}: "
+            "call torch.manual_seed with one number, or load the same weights"
+        )
 
 
 # -- changes --------------------------------------------------------------------------------------

@@ -423,9 +423,25 @@ def refusals() -> None:
     biased = fnn.TransformerEncoder(fnn.TransformerEncoderLayer(16, 4, 32), 1)
     biased.layers[0].self_attn = fnn.MultiheadAttention(16, 4, add_bias_kv=True)
     refused(biased, "layers.0.self_attn must have no kdim", context=4)
+    shared = fnn.TransformerEncoder(fnn.TransformerEncoderLayer(16, 4, 32), 2)
+    shared.layers[1].self_attn.in_proj_bias = shared.layers[0].self_attn.in_proj_bias
+    refused(shared, r"layers.1.*in_proj_bias must not be the parameter layers.0.*_bias", data=4)
+    shared.layers[1] = shared.layers[0]
+    refused(shared, "layers.1 must not be the layer layers.0 again", data=4)
+    with pytest.raises(TypeError, match="mesh must be a DeviceMesh, got NoneType"):
+        parallelize(shared, None)  # type: ignore[arg-type]
+    refused(shared, "plan must be a Plan, got dict", {"context": "ring"}, data=4)
     model = make_model(SMALL)
     parallelize(model, mesh_of(data=4))
-    refused(model, "embedding.weight must be a plain tensor, got DTensor", data=4)
+    again = r"embedding.weight must be a plain tensor, got DTensor, and \d\d other parameters$"
+    refused(model, again, data=4)
+    last = dist.get_rank() == 3
+    other = make_model(SMALL)
+    nn.init.constant_(other.embedding.weight[1], float(last))
+    refused(other, "same on every process of the mesh, got other values", data=2, tensor=2)
+    other.embedding.weight.requires_grad_(last)
+    refused(other, "got other model, parameters or plan", tensor=2, context=2)
+    refused(make_model(SMALL), "got other model, parameters or plan", Plan(sequence=last), data=4)
 
     stack = fnn.TransformerEncoder(fnn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 1)
     parallelize(stack, mesh_of(tensor=4))

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fastattn.distributed.collectives import Group
+from fastattn.nn import GatedActivation
 
 _PART = re.compile(r"(.*)_part(\d+)")
 
@@ -82,7 +83,7 @@ def module_blocks(module: nn.Module) -> dict[str, int]:
             if _has(module, name):
                 blocks[name] = 3
     if isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
-        gated = type(module.activation).__name__ == "GatedActivation"
+        gated = isinstance(module.activation, GatedActivation)
         for name in ("weight", "bias"):
             if gated and _has(module.linear1, name):
                 blocks[f"linear1.{name}"] = 2

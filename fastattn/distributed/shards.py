@@ -161,10 +161,10 @@ class StackSharding(Sharding):
         first = self.place.data.rank * sequences, self.place.tensor.rank * heads
         return seed if first == (0, 0) else F.pad(seed, (0, 4)) + _origin(seed.device, *first)
 
-    def dropout(self, x: Tensor, p: float, training: bool) -> Tensor:
+    def dropout(self, x: Tensor, p: float, training: bool, of: str = "tokens") -> Tensor:
         if not training or p == 0.0:
             return x
-        seed = self.seed(new_dropout_seed(x.device), "tokens")
+        seed = self.seed(new_dropout_seed(x.device), of)
         return dropout_and_sum(x, None, torch.zeros_like(x), p, {"dropout_seed": seed})
 
     def _row_dim(self, x: Tensor) -> int:

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastattn import functional
-from fastattn.functional import new_dropout_seed
 
 
 class Sharding:
@@ -92,8 +91,8 @@ class Sharding:
         """
         return source, target, source_padding, 0, 0
 
-    def dropout(self, x: Tensor, p: float, training: bool) -> Tensor:
-        """Dropout of a batch's tokens, outside the layers."""
+    def dropout(self, x: Tensor, p: float, training: bool, of: str = "tokens") -> Tensor:
+        """Dropout outside the layers; of: see `seed`."""
         return F.dropout(x, p, training)
 
 
@@ -133,10 +132,7 @@ class ShardedDropout(nn.Dropout):
         self.sharding, self.of = sharding, of
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.training or self.p == 0.0:
-            return x
-        seed = self.sharding.seed(new_dropout_seed(x.device), self.of)
-        return dropout_and_sum(x, None, torch.zeros_like(x), self.p, {"dropout_seed": seed})
+        return self.sharding.dropout(x, self.p, self.training, self.of)
 
 
 def dropout_and_sum(

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fastattn.functional import batch_invariant
 from fastattn.nn.fusion import modules_of
 from fastattn.nn.paged_decoding import PagedDecoderCache
+from fastattn.nn.sharding import SINGLE, sharding_of
 from fastattn.nn.step_graph import recorded
 
 from .beam_search import BeamSearch, BeamState
@@ -163,6 +164,11 @@ def _check(
 
 
 def _check_request(model: Seq2SeqTransformer, request: Request) -> None:
+    if sharding_of(model) is not SINGLE:
+        raise ValueError(
+            "model must be whole, got one that parallelize has divided: load "
+            "full_state_dict(model) into one that was not"
+        )
     B, limits = len(request.max_lengths), request.max_lengths
     if request.limit > model.config.max_length:
         raise ValueError(

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastattn import nn as fnn
 from fastattn.seq2seq.data import Batch
+from fastattn.seq2seq.generation import generate
 from fastattn.seq2seq.losses import label_smoothed_cross_entropy
 from fastattn.seq2seq.model import ModelConfig, Seq2SeqTransformer
 from fastattn.testing.compare import compare
@@ -435,6 +436,9 @@ def refusals() -> None:
     parallelize(model, mesh_of(data=4))
     again = r"embedding.weight must be a plain tensor, got DTensor, and \d\d other parameters$"
     refused(model, again, data=4)
+    tokens = torch.full((1, 3), 5)
+    with pytest.raises(ValueError, match="model must be whole, got one that parallelize has divid"):
+        generate(model.eval(), tokens, tokens == 0, max_lengths=[4])
     last = dist.get_rank() == 3
     other = make_model(SMALL)
     nn.init.constant_(other.embedding.weight[1], float(last))

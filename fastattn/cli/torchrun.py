@@ -116,12 +116,14 @@ def local_device(device: torch.device, given: bool) -> torch.device:
     """The GPU of this process among those of its machine, or the CPU."""
     import torch
 
+    from fastattn.ops import gpu_count
+
     if device.type != "cuda":
         return device
     if given and device.index is not None:
         raise UsageError(f"--device must be cuda or cpu with --mesh, got {device}")
     # Asked of all processes of a machine, so that rank 0, which prints, is one that raises.
-    started, count = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    started, count = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), gpu_count()
     if started > count:
         raise UsageError(
             f"--mesh needs a GPU for each of the {started} processes that torchrun started on this "

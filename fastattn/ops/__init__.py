@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
-from fastattn.ops._env import default_device, device_name, interpreting, versions
+from fastattn.ops._env import default_device, device_name, gpu_count, interpreting, versions
 from fastattn.ops._select import BackendStatus, Explanation, backend_table
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "default_device",
     "device_name",
     "extension_unavailable",
+    "gpu_count",
     "has_faster_products",
     "interpreting",
     "library_unavailable",

@@ -167,7 +167,7 @@ def multiprocessors(device_type: str, index: int) -> int:
 
 @functools.cache
 def several_gpus() -> bool:
-    return torch.cuda.is_available() and torch.cuda.device_count() > 1
+    return torch.cuda.is_available() and gpu_count() > 1
 
 
 def device_name(device: torch.device) -> str:
@@ -222,6 +222,10 @@ def _cpuinfo(name: str) -> str:
     except OSError:
         pass
     return ""
+
+
+def gpu_count() -> int:
+    return torch.cuda.device_count()
 
 
 def default_device() -> torch.device:

@@ -267,15 +267,21 @@ def _generate_continuously(
     _check_request(model, Request(limits, prefixes, unscored))
     device = model.embedding.weight.device
     blank = torch.full((places, 1), special.end, device=device)
-    continuations = CachedContinuations(
-        model,
-        model.encode(blank, torch.ones_like(blank, dtype=torch.bool)),
-        beams=1,
-        max_length=max(limits),
-        memory_size=max(len(s.source) for s in sentences),
-        page_size=page_size,
-        pages=pages,
-    )
+    try:
+        continuations = CachedContinuations(
+            model,
+            model.encode(blank, torch.ones_like(blank, dtype=torch.bool)),
+            beams=1,
+            max_length=max(limits),
+            memory_size=max(len(s.source) for s in sentences),
+            page_size=page_size,
+            pages=pages,
+        )
+    except NotImplementedError as error:
+        raise ValueError(
+            f"page_size must be None for a model without a key/value cache, got {page_size}: "
+            f"{error}"
+        ) from error
     views, cache = model.config.memory_views(), continuations.cache
     assert isinstance(cache, PagedDecoderCache)
     needed = max(cache.missing_pages({0: s.max_length}, [len(s.source) * views]) for s in sentences)

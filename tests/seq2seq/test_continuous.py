@@ -143,7 +143,8 @@ def test_models_without_a_cache_are_refused():
     parallel = make_model(
         small_model().config.__class__(30, 16, 2, 1, 1, 32, decoder="non-autoregressive")
     )
-    for model in (small_model("torch").eval(), parallel.eval()):
+    additive = small_model(scoring="additive")
+    for model in (small_model("torch").eval(), parallel.eval(), additive.eval()):
         assert isinstance(model, Seq2SeqTransformer)
         with pytest.raises(ValueError, match="page_size must be None for a model without a key"):
             run(model, sentences())

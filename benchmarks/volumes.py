@@ -341,9 +341,9 @@ def _layer(
     )
     # k and v of the memory, and autocast's copy of it.
     saved += memory * (n - 1) * (2 * row / P + (row if element < FP32 else 0))
-    # Copies of weights that the backward of a product reads, which FSDP2 does not free: those that
-    # autocast made, or the joined weights of q, k and v.
-    saved += (element * weights if element < FP32 else FP32 * n * 3 * E * E) / P
+    # Copies of weights that autocast made and the backward of a product reads, which FSDP2 does not
+    # free. Those of q, k and v are made again.
+    saved += (element * (weights - n * 3 * E * E) if element < FP32 else 0) / P
     # Gradients of the hidden layer and of a few tensors of the model width.
     temporary = max([rows * (F1 / P + 3 * E) * element, *(a.buffers() for a in attentions)])
     replicated = (n + 1) * (1 + 2 * c.bias) * E  # norms, and biases after sums over ranks

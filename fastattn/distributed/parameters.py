@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fastattn.distributed.collectives import Group
 from fastattn.nn import GatedActivation
+from fastattn.nn.fusion import linear
 
 _PART = re.compile(r"(.*)_part(\d+)")
 
@@ -187,6 +188,48 @@ class LocalWeights:
                 return method(*args, **kwargs)
 
         setattr(module, name, wrapped)
+
+
+def product_of_parts(
+    attention: nn.MultiheadAttention, x: Tensor, first: int, count: int
+) -> Tensor | None:
+    """x times `count` blocks of `in_proj_weight`, beginning with block `first`, while
+    `LocalWeights` are in place; None if the weight is one parameter.
+    """
+    parameters: Any = attention._parameters
+    if part_name("in_proj_weight", first) not in parameters:
+        return None
+    parts = [parameters[part_name("in_proj_weight", first + i)] for i in range(count)]
+    rows = slice(first * len(parts[0]), (first + count) * len(parts[0]))
+    bias = parameters["in_proj_bias"]
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind) and x.dtype is not torch.float64:
+        x = x.to(torch.get_autocast_dtype(kind))
+    joined = parameters["in_proj_weight"].detach()[rows]
+    return _ProductOfParts.apply(x, joined, None if bias is None else bias[rows], *parts)  # type: ignore[no-any-return]
+
+
+class _ProductOfParts(torch.autograd.Function):
+    """x times the joined parts of a weight. The parts are saved, which FSDP frees and gathers
+    again, and joined again in the backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, joined: Tensor, bias: Tensor | None, *parts: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *parts)
+        return linear(x, joined, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, *parts = ctx.saved_tensors
+        for_x, _, for_bias, *for_parts = ctx.needs_input_grad
+        rows = dy.flatten(0, -2)
+        dx = dy @ torch.cat(parts).to(dy.dtype) if for_x else None
+        dbias = rows.sum(0) if for_bias else None
+        if not any(for_parts):
+            return dx, None, dbias, *[None] * len(parts)
+        return dx, None, dbias, *(rows.t() @ x.flatten(0, -2)).chunk(len(parts))
 
 
 def parts_of(module: nn.Module) -> list[tuple[nn.Module, str, int]]:

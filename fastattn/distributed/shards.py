@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastattn import functional
@@ -19,6 +19,7 @@ from fastattn.distributed import collectives
 from fastattn.distributed.blocks import DROPOUT_TILE
 from fastattn.distributed.collectives import Group
 from fastattn.distributed.context import context_parallel_attention
+from fastattn.distributed.parameters import product_of_parts
 from fastattn.distributed.sequence import chunk_count, chunks_of, shard_sequence
 from fastattn.functional import new_dropout_seed
 from fastattn.nn.sharding import Sharding, dropout_and_sum
@@ -100,6 +101,11 @@ class StackSharding(Sharding):
         if self.rows:
             return collectives.sum_part(product, self._row_dim(product), self.place.tensor)
         return collectives.sum_whole(product, self.place.tensor)
+
+    def product_of_parts(
+        self, attention: nn.MultiheadAttention, x: Tensor, first: int, count: int
+    ) -> Tensor | None:
+        return product_of_parts(attention, x, first, count)
 
     def seed(self, seed: Tensor, of: str) -> Tensor:
         if of == "heads":

@@ -307,13 +307,16 @@ def project_in(module: nn.MultiheadAttention, x: Tensor, first: int, count: int)
     """x `[..., E]` times `count` blocks of `in_proj_weight` (0 query, 1 key, 2 value), beginning
     with block `first`: `[..., count, H, D]`.
     """
-    weight: Tensor = module.in_proj_weight
-    bias: Tensor | None = module.in_proj_bias
-    if count < 3:
-        width = module.num_heads * module.head_dim
-        rows = slice(first * width, (first + count) * width)
-        weight, bias = weight[rows], None if bias is None else bias[rows]
-    return linear(x, weight, bias).unflatten(-1, (count, module.num_heads, module.head_dim))
+    y = sharding_of(module).product_of_parts(module, x, first, count)
+    if y is None:
+        weight: Tensor = module.in_proj_weight
+        bias: Tensor | None = module.in_proj_bias
+        if count < 3:
+            width = module.num_heads * module.head_dim
+            rows = slice(first * width, (first + count) * width)
+            weight, bias = weight[rows], None if bias is None else bias[rows]
+        y = linear(x, weight, bias)
+    return y.unflatten(-1, (count, module.num_heads, module.head_dim))
 
 
 def extended_keys(

@@ -53,6 +53,14 @@ class Sharding:
         """The result of a block's last projection, before its bias: the sum over processes."""
         return product
 
+    def product_of_parts(
+        self, attention: nn.MultiheadAttention, x: Tensor, first: int, count: int
+    ) -> Tensor | None:
+        """x times `count` blocks of `in_proj_weight`, beginning with block `first`, if each block
+        is a parameter of its own.
+        """
+        return None
+
     def seed(self, seed: Tensor, of: str) -> Tensor:
         """The dropout seed, so that each value in the model has bits of its own.
 

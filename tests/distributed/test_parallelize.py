@@ -324,6 +324,33 @@ def stacks() -> None:
         require_within_budget(found, *gradients.values())  # type: ignore[arg-type]
 
 
+def layers_keep_no_weights() -> None:
+    """Between forward and backward FSDP frees the weights of layers that products saved: none is a
+    copy.
+    """
+    from fastattn.distributed import parallelize
+
+    config = replace(SMALL, vocabulary=56)
+    (batch,) = batches(1, sentences=5)  # no number of rows is one of a weight
+    for sizes in ({"data": 4}, {"data": 2, "tensor": 2}):
+        model, saved = make_model(config), list[Tensor]()
+        parallelize(model, mesh_of(**sizes))
+
+        def pack(x: Tensor, saved: list[Tensor] = saved) -> Tensor:
+            saved.append(x)
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            logits, _ = forward(model, batch, False)
+        E = config.width
+        blocks = {count * E // sizes.get("tensor", 1) for count in (1, 2, 3)}
+        weights = [x for x in saved if x.dim() == 2 and E in x.shape and {*x.shape} <= {E} | blocks]
+        kept = [x.shape for x in weights if x.untyped_storage().nbytes()]
+        assert weights
+        assert not kept, (sizes, kept)
+        logits.sum().backward()
+
+
 class Doubling(nn.TransformerEncoderLayer):
     """Not a layer that runs on packed rows."""
 
@@ -483,6 +510,7 @@ def test_of_four() -> None:
         data_and_tensor,
         tensor_and_context,
         stacks,
+        layers_keep_no_weights,
         layers_of_other_classes,
         refusals,
         inputs_out_of_range,

@@ -419,7 +419,7 @@ class _Changes:
             attention = getattr(layer, child, None)
             if attention is None:
                 continue
-            keys_balanced = decoder and child == "self_attn"
+            keys_balanced = layer.sharding.balanced and child == "self_attn"
             attention.sharding = replace(layer.sharding, keys_balanced=keys_balanced)
             if T.size > 1:
                 heads, attention.num_heads = attention.num_heads, attention.num_heads // T.size
@@ -444,7 +444,7 @@ class _Changes:
             batch_first=self.pieces.batch_first,
             packable=packable,
             method=self.plan.context,
-            balanced=balanced,
+            balanced=balanced and self.place.context.size > 1,
         )
 
     def _set_stacks(self) -> None:

@@ -210,6 +210,13 @@ def tensor_alone() -> None:
     trained_like_one_process({"tensor": 4})
 
 
+def rotary_positions() -> None:
+    """Of an odd number of target tokens in the second step."""
+    rotary = replace(SMALL, positions="rotary")
+    trained_like_one_process({"data": 4}, rotary, 2)
+    trained_like_one_process({"data": 2, "tensor": 2}, rotary, 2, sequence=False)
+
+
 def data_and_tensor() -> None:
     trained_like_one_process({"data": 2, "tensor": 2})
 
@@ -507,6 +514,7 @@ def inputs_out_of_range() -> None:
 def test_of_four() -> None:
     in_processes(
         data_alone,
+        rotary_positions,
         data_and_tensor,
         tensor_and_context,
         stacks,

@@ -36,7 +36,7 @@ class Sentence:
 
 @dataclass
 class ContinuousBatch:
-    """A search over a paged cache, and the function that advances it by one step."""
+    """A search over a paged cache without sequences, and what advances it by one step."""
 
     model: Seq2SeqTransformer
     continuations: CachedContinuations
@@ -51,7 +51,6 @@ class ContinuousBatch:
         """
         cache, search = self._cache, self.search
         places = range(len(search.ended))
-        cache.release(places)
         results: dict[int, Hypothesis] = {}
         waiting = deque(range(len(sentences)))
         running: dict[int, int] = {}  # the sentence in each place, in the order of their start

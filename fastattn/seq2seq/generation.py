@@ -290,6 +290,7 @@ def _generate_continuously(
     idle = Request([0] * places, [()] * places if any(prefixes) else None, unscored)
     search = _make_search(continuations, strategy, idle, max(limits))
     assert isinstance(search, SingleSearch)
+    cache.release(range(places))  # so that recording a step takes no pages
     advance, between = search.step, 1
     if not _has_hooks(modules_of(model)):
         advance = recorded(search.step, search.rewind, device, weights=model.parameters())

@@ -79,6 +79,26 @@ def test_sentences_wait_for_pages(pages, monkeypatch):
     assert (len(begun) > COUNT) == (pages == 4)
 
 
+@needs_library
+@pytest.mark.parametrize("pages", [None, 4])
+def test_steps_are_recorded_before_the_first_sentence(pages, monkeypatch):
+    """As for a CUDA graph, which needs two steps, and whose replays are checked every 8 steps."""
+
+    def record(step, rewind, device, **options):
+        for _ in range(2):
+            rewind()
+            tape = step_graph.Tape(step)
+            tape()
+        rewind()
+        return tape
+
+    model = sharp_model()
+    expected = batched(model, sentences())
+    monkeypatch.setattr(generation, "recorded", record)
+    monkeypatch.setattr(generation, "STEPS_BETWEEN_END_CHECKS", {"cpu": 8})
+    assert run(model, sentences(), pages=pages) == expected
+
+
 @pytest.mark.parametrize("changes", [k for k in KINDS if "scoring" not in k], ids=str)
 def test_every_kind_of_model_decodes_continuously(changes):
     model = small_model(tied=False, seed=7, **changes).eval()

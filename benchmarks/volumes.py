@@ -302,10 +302,10 @@ class _Tensor:
         whole = rows * FP32 * (self.width if columns is None else columns)
         return (all_reduce(TENSOR, self.ranks, whole),)
 
-    def gradients(self, parameters: float, count: int) -> tuple[Transfer, ...]:
-        """The sums of the gradients of `count` parameters that all ranks apply to their rows."""
-        whole = FP32 * parameters / max(1, count)
-        return (all_reduce(TENSOR, self.ranks, whole, count),) if self.rows and count else ()
+    def gradients(self, parameters: float) -> tuple[Transfer, ...]:
+        """The sum of the gradients of a block's parameters that all ranks apply to their rows."""
+        whole = FP32 * parameters
+        return (all_reduce(TENSOR, self.ranks, whole),) if self.rows and parameters else ()
 
 
 def _ffn_columns(c: ModelConfig) -> int:
@@ -358,7 +358,7 @@ def _layer(
         tensor.enter(rows, n + 1, False) + tensor.leave(rows, n + 1, False),
         tensor.enter(rows, n + 1, True)
         + tensor.leave(rows, n + 1, True)
-        + tensor.gradients(replicated, (n + 1) * (1 + 2 * c.bias)),
+        + tensor.gradients(replicated),
         saved,
         temporary,
         (moved, moved),
@@ -374,7 +374,7 @@ def _ends(c: ModelConfig, tensor: _Tensor, source: float, target: float, terms: 
     columns = V / P if tensor.vocabulary else V
     norms = 2 * E * (1 + c.bias) if c.final_norm else 0
     forward: tuple[Transfer, ...] = tensor.gather_rows(source) + tensor.gather_rows(target)
-    backward = forward + tensor.add(source) + tensor.gradients(norms, 2 * (1 + c.bias))
+    backward = forward + tensor.add(source) + tensor.gradients(norms)
     if tensor.vocabulary:
         forward += tensor.add(source) + tensor.add(target) + tensor.add(target, terms)
         backward += tensor.add(target)

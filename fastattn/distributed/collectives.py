@@ -1,6 +1,6 @@
 """Collectives with gradients over one dimension of a mesh, and `Group`, what they need of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +84,29 @@ def gather_shared(x: Tensor, dim: int, group: Group) -> Tensor:
 def shared(x: Tensor, group: Group) -> Tensor:
     """An x that all processes hold and each multiplies by its share of the weights."""
     return _exchange(x, lambda x: x.view_as(x), group.sum, group)
+
+
+def sum_gradients(tensors: Sequence[Tensor], group: Group) -> Sequence[Tensor]:
+    """Tensors that all processes hold and each applies to its rows: their gradients are summed, in
+    one collective.
+    """
+    if group.size == 1 or not tensors:
+        return tensors
+    return _SumGradients.apply(group, *tensors)  # type: ignore[no-any-return]
+
+
+class _SumGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return tuple(x.view_as(x) for x in tensors)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        total = ctx.group.sum(torch.cat([dx.flatten() for dx in gradients]))
+        parts = total.split([dx.numel() for dx in gradients])
+        return None, *(x.view_as(dx) for x, dx in zip(parts, gradients, strict=True))
 
 
 def sum_whole(x: Tensor, group: Group) -> Tensor:

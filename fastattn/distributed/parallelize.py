@@ -373,7 +373,7 @@ class _Changes:
     # -- weights ----------------------------------------------------------------------------------
     def _own_weights(self, prefix: str, modules: dict[str, nn.Module]) -> LocalWeights:
         """Divides the parameters of these modules, by name below `prefix`."""
-        local = LocalWeights()
+        local = LocalWeights(self.place.tensor)
         for name, module in modules.items():
             for weight, count in module_blocks(module).items():
                 owner = weight.rpartition(".")[0]

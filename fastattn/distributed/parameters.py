@@ -20,8 +20,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from fastattn.distributed import collectives
 from fastattn.distributed.collectives import Group
 from fastattn.nn import GatedActivation
 from fastattn.nn.fusion import linear
@@ -134,10 +135,12 @@ def _full(tensor: Any) -> Tensor:
 class LocalWeights:
     """Puts this process's plain tensors in place of the parameters of some modules.
 
-    parameters: (module, name, whether the gradients of the processes along "tensor" are summed);
-    joined: (module, name, number of parts); buffers: (module, name, how to take the share).
+    group: of "tensor". parameters: (module, name, whether the gradients of its processes are
+    summed, all in one collective); joined: (module, name, number of parts); buffers: (module, name,
+    how to take the share).
     """
 
+    group: Group
     parameters: list[tuple[nn.Module, str, bool]] = field(default_factory=list)
     joined: list[tuple[nn.Module, str, int]] = field(default_factory=list)
     buffers: list[tuple[nn.Module, str, Callable[[Tensor], Tensor]]] = field(default_factory=list)
@@ -152,10 +155,17 @@ class LocalWeights:
             self.restore()
 
     def place(self) -> None:
-        for module, name, summed in self.parameters:
+        summed: list[tuple[nn.Module, str]] = []
+        for module, name, is_summed in self.parameters:
             parameter: Any = module._parameters[name]
-            placements = [Partial()] if summed else parameter.placements
-            self._replace(module, name, parameter.to_local(grad_placements=placements))
+            local = parameter.to_local(grad_placements=parameter.placements)
+            self._replace(module, name, local)
+            if is_summed and parameter.requires_grad:
+                summed.append((module, name))
+        tensors: Any = [module._parameters[name] for module, name in summed]
+        tensors = collectives.sum_gradients(tensors, self.group)
+        for (module, name), tensor in zip(summed, tensors, strict=True):
+            module._parameters[name] = tensor
         for module, name, count in self.joined:
             parts = [module._parameters[part_name(name, index)] for index in range(count)]
             self._replace(module, name, torch.cat(parts))  # type: ignore[arg-type]

@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import in_processes, needs_distributed
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import volumes
@@ -166,7 +168,8 @@ CASES: tuple[tuple[dict[str, int], dict[str, Any], str], ...] = (
 
 def models_send_and_keep_the_formulas() -> None:
     """What each process sends in a forward and backward, by group and operation, equals the
-    formula; its bytes at the peak of an update are within 1.15 of theirs.
+    formula, as do the all-reduces of a backward; its bytes at the peak of an update are within 1.15
+    of theirs.
     """
     for sizes, plan, dtype in CASES:
         layout = volumes.Layout(**sizes, plan=Plan(**plan))
@@ -186,8 +189,29 @@ def models_send_and_keep_the_formulas() -> None:
         for (group, operation), sent in volumes.sent(step, layout).items():
             expected[update.groups[update.ranks[group]], operation] += sent
         assert found == expected, (sizes, plan, dtype)
+        loss = update.loss()
+        with _Reductions() as reductions:
+            loss.backward()
+        assert reductions.count == sum(
+            transfer.count
+            for block in volumes.blocks(step, layout)
+            for transfer in block.backward
+            if transfer.operation == "all_reduce"
+        ), (sizes, plan, dtype)
         ratio = memory.peak / volumes.memory(step, layout).total
         assert 1 / 1.15 < ratio < 1.15, (sizes, plan, dtype, ratio)
+
+
+class _Reductions(TorchDispatchMode):
+    """The number of all-reduces that start."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor calls the ops of its local tensors
+        self.count += func._schema.name in ("c10d::allreduce_", "_c10d_functional::all_reduce")
+        return func(*args, **(kwargs or {}))
 
 
 class _Update:

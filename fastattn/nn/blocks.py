@@ -35,7 +35,7 @@ from fastattn.nn.fusion import (
 from fastattn.nn.norm import can_fuse, fused_add_norm, fused_add_norm_and_sum
 from fastattn.nn.packing import Packing, packed_context
 from fastattn.nn.positional_attention import attention_classes, positions_of
-from fastattn.nn.sharding import SINGLE, Sharding, dropout_and_sum, sharding_of
+from fastattn.nn.sharding import dropout_and_sum, sharding_of
 
 # Input of a block -> the attention's context before its output projection, None if not supported.
 Context = Callable[[Tensor], Tensor | None]
@@ -90,8 +90,7 @@ def _attention_block(
     `norm` is that of the next block.
     """
     sharding, fusable = streams.sharding, can_fuse(dropout, norm)
-    fused = fusable or _can_add(dropout, sharding)
-    heads = context(sharding.enter(y)) if fused else None
+    heads = context(sharding.enter(y)) if is_unmodified(dropout, nn.Dropout) else None
     if heads is None:
         _require_whole(layer, "attention", streams)
         x = x + block(y)
@@ -128,8 +127,7 @@ def _feed_forward_block(
         else nn.TransformerDecoderLayer
     )
     activation = None
-    fusable = is_unmodified(dropout, nn.Dropout) if norm is None else can_fuse(dropout, norm)
-    if inherits(layer, base, "_ff_block") and (fusable or _can_add(dropout, sharding)):
+    if inherits(layer, base, "_ff_block") and is_unmodified(dropout, nn.Dropout):
         activation = fused_activation(linear1, layer.activation, inner, linear2)
     if activation is None:
         _require_whole(layer, "feed-forward network", streams)
@@ -154,17 +152,10 @@ def _feed_forward_block(
     if whole:
         return result
     result = sharding.leave(result)
-    if norm is not None and fusable:
+    if norm is not None and can_fuse(dropout, norm):
         return fused_add_norm(result, bias2, x, dropout, norm, streams)
     x = dropout_and_sum(result, bias2, x, output_p, streams.take(output_p))
     return x if norm is None else norm(x)
-
-
-def _can_add(dropout: nn.Module, sharding: Sharding) -> bool:
-    """Whether a block ends in `dropout_and_sum` if its norm cannot be fused. One process calls
-    PyTorch's modules instead, whose dropout draws from the generator.
-    """
-    return sharding is not SINGLE and is_unmodified(dropout, nn.Dropout)
 
 
 def _require_whole(layer: Layer, block: str, streams: DropoutStreams) -> None:

@@ -54,6 +54,22 @@ def test_layers(kind: str, norm_first: bool, activation: str, dropout: float) ->
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_layers_with_norms_that_are_not_fused(norm_first: bool, dropout: float) -> None:
+    """The sum before the norm is one op, with the bits of the layer's seed."""
+    layer = fnn.TransformerEncoderLayer(16, 2, 32, dropout, batch_first=True, norm_first=norm_first)
+    layer.norm1, layer.norm2 = fnn.RMSNorm(16), fnn.RMSNorm(16)
+    names = launches(layer, torch.randn(2, 5, 16))
+    norm, add = "fastattn::rms_norm_fwd", "fastattn::add_layer_norm_fwd"
+    linear = "fastattn::linear_fwd"
+    expected = [linear, "fastattn::attention_fwd", linear, add, norm, "fastattn::ffn_fwd"]
+    expected = [norm, *expected] if norm_first else [*expected, add, norm]
+    assert [name for name in names if name in {*expected}] == expected
+    others = [name for name in names if name not in {*expected, "promote_types"}]
+    assert others == ["randint"] * (dropout > 0.0)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
 def test_packed_layers(norm_first: bool) -> None:
     """Packed execution adds only the row indices, the gather and the scatter."""
     layer = fnn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, norm_first=norm_first)

@@ -3,6 +3,7 @@ by DTensor rules, whole models by `parallelize`.
 """
 
 from fastattn.distributed.context import context_parallel_attention
+from fastattn.distributed.dtensor_rules import register_sharding_rules
 from fastattn.distributed.losses import (
     clip_grad_norm_,
     loss_sum,
@@ -18,7 +19,6 @@ from fastattn.distributed.parameters import (
     weight_blocks,
 )
 from fastattn.distributed.sequence import shard_sequence, unshard_sequence
-from fastattn.distributed.sharding import register_sharding_rules
 
 __all__ = [
     "Plan",

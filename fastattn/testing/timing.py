@@ -221,6 +221,7 @@ def time_side_by_side(
     """
     plan = plan or Plan()
     round_s = (plan.round_ms or MIN_ROUND_MS[device.type]) / 1e3
+    pause = _pause(candidates)
     programs: dict[str, _Program] = {}
     results: dict[str, Timing | Exception] = {}
     seconds: dict[str, list[float]] = {}
@@ -247,6 +248,7 @@ def time_side_by_side(
                 if i * rounds[name] // most == (i + 1) * rounds[name] // most:
                     continue  # a slow candidate has fewer rounds, spread over those of the others
                 announce(name)
+                time.sleep(pause)
                 try:
                     taken = program.round()
                 except Exception as error:
@@ -259,6 +261,15 @@ def time_side_by_side(
         per_launch = tuple(s / program.launches for s in seconds[name])
         results[name] = Timing(per_launch, program.launches, program.clock, program.note)
     return {name: results[name] for name in candidates}
+
+
+def _pause(candidates: Mapping[str, Sequence[Call]]) -> float:
+    """Seconds before each round with several threads of which another process has some: after a
+    parallel region its idle threads occupy the cores for up to 0.2 s, the default of LLVM's and
+    Intel's OpenMP (KMP_BLOCKTIME).
+    """
+    elsewhere = any(hasattr(calls[0], "pid") for calls in candidates.values())
+    return 0.3 if elsewhere and torch.get_num_threads() > 1 else 0.0
 
 
 def check_device(device: torch.device, candidate: str, error: Exception) -> None:

@@ -88,6 +88,9 @@ class FakeClock:
 
     process_time = perf_counter
 
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
     def call(self, seconds: float) -> None:
         self.now += seconds
 
@@ -114,6 +117,31 @@ def test_rounds_are_long_enough_and_slow_candidates_get_fewer(
     rounds = [i for i, name in enumerate(announced[2:]) if name == "slow"]
     assert rounds[0] > 2 and rounds[-1] == len(announced) - 3
     assert min(b - a for a, b in pairwise(rounds)) > 2
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_idle_threads_of_another_process_sleep_before_each_round(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = FakeClock()
+    monkeypatch.setattr(timing, "time", clock)
+    monkeypatch.setattr(timing.torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(timing, "cpu_clock", lambda call: clock.perf_counter)
+    starts: list[float] = []
+
+    def call() -> None:
+        starts.append(clock.now)
+        clock.call(0.1)
+
+    call.pid = 1  # type: ignore[attr-defined]
+    plan = Plan(round_ms=1.0, rounds=3, min_rounds=3)
+    results = time_side_by_side(
+        {"other process": [call], "here": [lambda: clock.call(0.1)]}, CPU, plan
+    )
+    wait = 0.3 if threads > 1 else 0.0
+    assert [b - a for a, b in pairwise(starts[-3:])] == pytest.approx([0.2 + 2 * wait] * 2)
+    for result in results.values():
+        assert isinstance(result, Timing) and result.seconds == pytest.approx([0.1] * 3)
 
 
 class FakeGpu:

@@ -443,9 +443,9 @@ class _KeyBias:
         self.values = values
 
 
-@_form("""
+_MPT = """
 def forward(
-    self, hidden_states, position_bias, past_key_values=None, attention_mask=None, **kwargs,
+    self, hidden_states, position_bias, cache=None, attention_mask=None, **kwargs,
 ):
     batch_size, seq_length = hidden_states.shape[:2]
     mixed_qkv = self.Wqkv(hidden_states)
@@ -461,14 +461,12 @@ def forward(
     value_states = value_states.reshape(
         batch_size, seq_length, self.n_heads, self.head_dim
     ).transpose(1, 2)
-    if past_key_values is not None:
-        key_states, value_states = past_key_values.update(
-            key_states, value_states, self.layer_idx
+    if cache is not None:
+        key_states, value_states = cache.update(
+            key_states, value_states, self.layer_idx, kwargs=kwargs
         )
     attention_scores = torch.matmul(query_states, key_states.transpose(-1, -2)) * self.softmax_scale
-    query_length = (
-        seq_length if past_key_values is None else seq_length + past_key_values.get_seq_length()
-    )
+    query_length = seq_length if cache is None else seq_length + cache.get_seq_length()
     if position_bias is not None:
         if len(position_bias.shape) != 3:
             raise ValueError(
@@ -493,19 +491,24 @@ def forward(
     )
     attn_output = self.out_proj(context_states)
     return attn_output, attn_weights
-""")
+"""
+
+
+@_form(_MPT)
+@_form(_MPT.replace(", kwargs=kwargs", ""))  # before transformers 5.24
 def _mpt(kind: Any) -> Methods:
     def forward(
         self: Any,
         hidden_states: Tensor,
         position_bias: Any,
-        past_key_values: Any = None,
+        cache: Any = None,
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        cache = kwargs.pop("past_key_values", cache)
         if not isinstance(position_bias, _KeyBias):
             return kind.forward(  # type: ignore[no-any-return]
-                self, hidden_states, position_bias, past_key_values, attention_mask, **kwargs
+                self, hidden_states, position_bias, cache, attention_mask, **kwargs
             )
         assert attention_mask is not None
         B, M = hidden_states.shape[:2]
@@ -515,9 +518,9 @@ def _mpt(kind: Any) -> Methods:
         q, k, v = (
             x.reshape(B, M, self.n_heads, self.head_dim).transpose(1, 2) for x in qkv.chunk(3, 2)
         )
-        past = _past(past_key_values, self.layer_idx)
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)
+        past = _past(cache, self.layer_idx)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)
         bias = position_bias.values
         bias = bias[None, :, :, max(0, bias.shape[2] - k.shape[2]) :]
         out = _attention_with_key_bias(
@@ -538,7 +541,7 @@ def forward(
     residual = hidden_states
     attn_outputs, attn_weights = self.attn(
         layernorm_output, position_bias=position_bias, attention_mask=attention_mask,
-        past_key_values=layer_past,
+        cache=layer_past,
     )
     hidden_states = self.resid_attn_dropout(attn_outputs) + residual
     layernorm_output = self.norm_2(hidden_states)

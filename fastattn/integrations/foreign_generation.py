@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
@@ -42,7 +43,13 @@ _MEMORY_SIZES = 16
 _POSITIONS = 32  # and doubled when they are used up
 _KEPT = 8  # programs of a model
 _OLDEST = (5, 17)  # the first `transformers` whose generate marks a cache of the caller
-_ARGUMENTS = {"encoder_outputs", "attention_mask", "use_cache", "past_key_values"}
+_ARGUMENTS = {"encoder_outputs", "attention_mask", "use_cache"}  # and the cache
+
+
+@functools.cache
+def _cache_name(kind: Any) -> str:
+    """What a class calls the cache in its arguments and results; transformers 5.24 renamed it."""
+    return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"
 
 
 # -- recorded steps -------------------------------------------------------------------------------
@@ -128,12 +135,13 @@ class _Program:
     ) -> Tensor:
         from transformers.modeling_outputs import BaseModelOutput
 
-        given = {} if mask is None else {"attention_mask": mask}
+        given: dict[str, Any] = {} if mask is None else {"attention_mask": mask}
+        given[_cache_name(type(model))] = self.cache
         if decoder_mask is not None:
             given["decoder_attention_mask"] = decoder_mask
         return self._forward(  # type: ignore[no-any-return]
             model, decoder_input_ids=tokens, encoder_outputs=BaseModelOutput(memory),
-            past_key_values=self.cache, use_cache=True, return_dict=True, **given,
+            use_cache=True, return_dict=True, **given,
         ).logits  # fmt: skip
 
 
@@ -162,9 +170,10 @@ class State:
 
 
 class _Generation:
-    """What `generate` takes for its `past_key_values`: it answers the model's calls."""
+    """What `generate` takes for its cache: it answers the model's calls."""
 
     is_compileable = False
+    is_linear = (False,)
 
     def __init__(
         self, forward: Callable[..., Any], model: Any, fingerprint: Hashable, beams: int
@@ -193,8 +202,8 @@ class _Generation:
             if self._program.cache.state.length == self._program.cache.max_length:
                 self._grow(self._program, encoder_outputs[0])
             logits = self._program.step(self._model, decoder_input_ids)
-        cache: Any = self
-        return Seq2SeqLMOutput(logits=logits, past_key_values=cache)
+        cache: Any = {_cache_name(type(self._model)): self}
+        return Seq2SeqLMOutput(logits=logits, **cache)
 
     def _prompt(self, tokens: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
         K = self._beams
@@ -328,7 +337,8 @@ def _why_own_path(model: Any, config: Any, rows: int, given: dict[str, Any]) -> 
     """Why a call of `generate` runs the model's own path, phrased to follow "the call"."""
     from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-    cache = given.get("past_key_values")
+    cache_name = _cache_name(type(model))
+    cache = given.get(cache_name)
     if model.training:
         return "is in training mode"
     if torch.is_grad_enabled():
@@ -340,7 +350,7 @@ def _why_own_path(model: Any, config: Any, rows: int, given: dict[str, Any]) -> 
     if not config.use_cache or cache is None:
         return "has use_cache=False"
     if getattr(cache, "_is_user_defined", False):
-        return "has past_key_values"
+        return f"has {cache_name}"
     own = getattr(cache, "self_attention_cache", None)
     if type(cache) is not EncoderDecoderCache or type(own) is not DynamicCache or own.offloading:
         return f"has cache_implementation={config.cache_implementation!r}"
@@ -355,7 +365,7 @@ def _why_own_path(model: Any, config: Any, rows: int, given: dict[str, Any]) -> 
     if given["encoder_outputs"][0].shape[0] != rows:
         return "has a batch of encoder_outputs that is not that of its tokens"
     for name, value in given.items():
-        if name not in _ARGUMENTS and value is not None and value is not False:
+        if name not in {*_ARGUMENTS, cache_name} and value is not None and value is not False:
             return f"has {name}"
     if getattr(model, "hf_quantizer", None) is not None:
         return "is of a quantised model"
@@ -388,9 +398,11 @@ def why_unsupported(model: Any) -> str | None:
 
 @functools.cache
 def drop_in(kind: Any) -> type[nn.Module]:
+    cache_name = _cache_name(kind)
+
     @functools.wraps(kind.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        generation = kwargs.get("past_key_values")
+        generation = kwargs.get(cache_name)
         if type(generation) is not _Generation:
             return kind.forward(self, *args, **kwargs)
         ids, outputs = kwargs["decoder_input_ids"], kwargs["encoder_outputs"]
@@ -404,7 +416,7 @@ def drop_in(kind: Any) -> type[nn.Module]:
             with _generation(kind.forward, self, input_ids, kwargs) as generation:
                 result = search(self, input_ids, *args, **kwargs)
                 if generation is not None and not isinstance(result, Tensor):
-                    result.past_key_values = generation.as_dynamic()
+                    setattr(result, cache_name, generation.as_dynamic())
             return result
 
         return run
@@ -447,7 +459,7 @@ def _rebuild(kind: Any) -> Any:
 def _generation(
     forward: Callable[..., Any], model: Any, input_ids: Tensor, given: dict[str, Any]
 ) -> Iterator[_Generation | None]:
-    """Replaces `past_key_values` in the arguments of a search, if the call is covered."""
+    """Replaces the cache in the arguments of a search, if the call is covered."""
     config = given["generation_config"]
     options = ("logits_processor", "stopping_criteria", "generation_config", "synced_gpus",
                "streamer", "tokenizer", "assistant_model")  # fmt: skip
@@ -467,7 +479,7 @@ def _generation(
         yield None
         return
     generation = _Generation(forward, model, survey.fingerprint, beams)
-    given["past_key_values"] = generation
+    given[_cache_name(type(model))] = generation
     try:
         yield generation
     finally:

@@ -223,18 +223,18 @@ def _convnext(kind: Any) -> Forward:
 
 
 @_form("""
-def forward(self, input_ids=None, inputs_embeds=None, past_key_values_length=0):
+def forward(self, input_ids=None, inputs_embeds=None, cache_length=0):
     if input_ids is not None:
         bsz, seq_len = input_ids.size()
         position_ids = self.create_position_ids_from_input_ids(
-            input_ids, self.padding_idx, past_key_values_length
+            input_ids, self.padding_idx, cache_length
         ).to(input_ids.device)
     else:
         bsz, seq_len = inputs_embeds.size()[:-1]
         position_ids = self.create_position_ids_from_inputs_embeds(
-            inputs_embeds, past_key_values_length, self.padding_idx
+            inputs_embeds, cache_length, self.padding_idx
         )
-    max_pos = self.padding_idx + 1 + seq_len + past_key_values_length
+    max_pos = self.padding_idx + 1 + seq_len + cache_length
     if (
         not (is_torchdynamo_compiling() and torch.is_tensor(max_pos))
         and max_pos > self.weights.size(0)
@@ -253,20 +253,18 @@ def _m2m100_positions(kind: Any) -> Forward:
         self: Any,
         input_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
-        past_key_values_length: Any = 0,
+        cache_length: Any = 0,
     ) -> Tensor:
-        positions = getattr(past_key_values_length, POSITION_LIMIT, None)
+        positions = getattr(cache_length, POSITION_LIMIT, None)
         if positions is None or input_ids is None:
             return kind.forward(  # type: ignore[no-any-return]
-                self, input_ids, inputs_embeds, past_key_values_length
+                self, input_ids, inputs_embeds, cache_length
             )
         size = self.padding_idx + 1 + positions
         if size > self.weights.size(0):
             with _disable_current_modes():  # the table is not a value of the step
                 self.make_weights(size + self.offset, self.embedding_dim, self.padding_idx)
-        ids = self.create_position_ids_from_input_ids(
-            input_ids, self.padding_idx, past_key_values_length
-        )
+        ids = self.create_position_ids_from_input_ids(input_ids, self.padding_idx, cache_length)
         table: Tensor = self.weights
         return table.index_select(0, ids.view(-1)).view(*ids.shape, -1).detach()
 
@@ -405,13 +403,15 @@ def _has_code(kind: type[nn.Module], published: str) -> bool:
 
 
 def _unwrapped(method: Any) -> Any:
-    """The function of a static method, of a layer that transformers may checkpoint, or of one that
-    records no gradients.
+    """The function of a static method, of a layer that transformers may checkpoint, of one that
+    records no gradients, or of one whose arguments were renamed.
     """
     if isinstance(method, staticmethod):
         return method.__func__
     code_of = getattr(method, "__globals__", {}).get("__name__")
-    decorators = ("transformers.modeling_layers", "torch.utils._contextlib")
+    decorators = (
+        "transformers.modeling_layers", "torch.utils._contextlib", "transformers.utils.deprecation"
+    )  # fmt: skip
     return method.__wrapped__ if code_of in decorators else method
 
 
@@ -427,11 +427,14 @@ def _syntax(function: types.FunctionType) -> str | None:
 
 
 def _plain_syntax(function: ast.AST) -> str | None:
-    """Without annotations, decorators and the docstring, which do not change what is computed."""
+    """Without annotations, decorators and the docstring, which do not change what is computed; what
+    transformers before 5.24 calls `past_key_values` is called `cache`.
+    """
     if not isinstance(function, ast.FunctionDef):
         return None
     for argument in ast.walk(function.args):
         if isinstance(argument, ast.arg):
             argument.annotation = None
     body = function.body[1:] if ast.get_docstring(function) is not None else function.body
-    return ast.dump(function.args) + "".join(map(ast.dump, body))
+    parts = map(ast.dump, (function.args, *body))
+    return "".join(parts).replace("past_key_values", "cache")

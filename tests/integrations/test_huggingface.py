@@ -14,7 +14,6 @@ transformers = pytest.importorskip("transformers")
 from transformers_models import (  # noqa: E402
     LLAMA_SIZES,
     SMALL,
-    assert_as_exact,
     assert_equal,
     build,
     outcome,
@@ -161,8 +160,10 @@ def test_patched_models(name: str) -> None:
     make = (TEXT | OTHER)[name]
     inputs, real = arguments(name)
     model = build(make, "eager")
+    for key, parameter in model.named_parameters():
+        if name == "t5" and key.endswith(".q.weight"):
+            parameter.data.mul_(0.1)  # there is no scale: differences of large scores would grow
     expected, state = outcome(model, inputs, real), list(model.state_dict())
-    exact = outcome(copy.deepcopy(model).double(), inputs, real) if name == "t5" else None
     with fastattn.patch(model, quiet=True) as report:
         assert model.config._attn_implementation == "fastattn"
         assert report.attention == {"": f"{type(model).__name__}, eager"}
@@ -170,10 +171,7 @@ def test_patched_models(name: str) -> None:
         norms = [m for m in model.modules() if type(m).__name__.endswith(("LayerNorm", "RMSNorm"))]
         assert all("replaces" in type(m).__dict__ for m in norms) and norms
         assert list(model.state_dict()) == state
-        if exact is None:
-            assert_equal(outcome(model, inputs, real), expected)
-        else:  # without a scale of its scores, small differences grow
-            assert_as_exact(outcome(model, inputs, real), expected, exact)
+        assert_equal(outcome(model, inputs, real), expected)
     assert model.config._attn_implementation == "eager"
     assert_equal(outcome(model, inputs, real), expected)
 

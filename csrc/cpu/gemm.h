@@ -153,6 +153,31 @@ inline void store_transposed(const Vector (&v)[kLanes], Unit* result, int64_t pi
     put(8 + b, _mm512_maskz_shuffle_i32x4(kAll, high, high2, 0x88));
     put(12 + b, _mm512_maskz_shuffle_i32x4(kAll, high, high2, 0xDD));
   }
+#elif defined(__AVX2__)
+  __m256d r[8];
+  __m256 t[8];
+  // Vectors 1, 2 and 4 apart exchange halves.
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i += 2) {
+    const __m256 even = bit_cast<__m256>(v[i]), odd = bit_cast<__m256>(v[i + 1]);
+    t[i] = _mm256_unpacklo_ps(even, odd);
+    t[i + 1] = _mm256_unpackhi_ps(even, odd);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 8; i += 4) {
+    const auto pairs = [&](int j) { return bit_cast<__m256d>(t[i + j]); };
+    r[i] = _mm256_unpacklo_pd(pairs(0), pairs(2));
+    r[i + 1] = _mm256_unpackhi_pd(pairs(0), pairs(2));
+    r[i + 2] = _mm256_unpacklo_pd(pairs(1), pairs(3));
+    r[i + 3] = _mm256_unpackhi_pd(pairs(1), pairs(3));
+  }
+  // Half x of r[4 a + b] holds unit 4 x + b of vectors 4 a .. 4 a + 3.
+#pragma GCC unroll 4
+  for (int b = 0; b < 4; ++b) {
+    store_bits(result + b * pitch, bit_cast<Vector>(_mm256_permute2f128_pd(r[b], r[4 + b], 0x20)));
+    store_bits(result + (4 + b) * pitch,
+               bit_cast<Vector>(_mm256_permute2f128_pd(r[b], r[4 + b], 0x31)));
+  }
 #else
   for (int i = 0; i < kLanes; ++i) {
     Vector column{};

@@ -367,6 +367,8 @@ def test_the_first_product_is_chosen_with_a_reason() -> None:
         chosen = up_config(arch, torch.bfloat16, *large, work=True)
         assert (chosen.tile is None) == (arch == "sm_100")
         assert chosen.measured is False and len(chosen.reason) > 40
+        # A row of the table, not one made for the call: every call asks.
+        assert up_config(arch, torch.bfloat16, *large, work=True) is chosen
         for others, why in (
             (dict(work=False), "relu itself"),
             (dict(dtype=torch.float32), "precision follows torch.backends.cuda.matmul"),
@@ -404,7 +406,7 @@ def test_the_reason_names_the_rates_of_the_gpu(arch: str, reason: str) -> None:
 def test_calls_of_many_rows_take_the_first_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher follows the table, with biases or without, unless nothing is left to fuse."""
     monkeypatch.setattr(config, "_LEAST_TILES", 1)
-    monkeypatch.setitem(config._UP, "ampere", Up(TILES["pointers"], "tested"))
+    monkeypatch.setitem(config._UP, "sm_80", Up(TILES["pointers"], "tested"))
     monkeypatch.setattr(_env, "architecture", lambda *device: "sm_80")
     taken = []
     for options in ({}, {"activation": "gelu"}, {"bias": False}, {"dropout_p": 0.2}):

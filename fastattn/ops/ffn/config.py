@@ -4,7 +4,8 @@ shape, dtype and architecture. Nothing is tuned at run time; benchmarks/tune.py 
 off-line.
 """
 
-from dataclasses import dataclass, replace
+import functools
+from dataclasses import dataclass
 
 import torch
 
@@ -94,28 +95,13 @@ _TILES: dict[str, tuple[UpTile, ...]] = {
 # Between a product of PyTorch and the activation, the hidden tensor is written and read once more
 # than in an epilogue. The read takes `features` / D of the time of the product, both at the peak
 # rates of a GPU: (TFLOP/s of bf16 with fp32 sums) / (TB/s).
-_SAVED = (
-    "the epilogue saves a read of the hidden tensor, {features} / D of the product's time at the "
-    "peak rates of an {gpu}"
-)
 _PEAK_RATES = {
     "sm_80": (153, "A100"), "sm_86": (76, "RTX 3090"), "sm_89": (164, "RTX 4090"),
     "sm_90": (206, "H200"), "sm_100": (281, "B200"), "sm_120": (117, "RTX 5090"),
     "gfx942": (246, "MI300X"),
 }  # fmt: skip
-# The reason is completed by the peak rates of the architecture.
-_UP = {
-    "ampere": Up(_TILES["ampere"][0], _SAVED),
-    "hopper": Up(_TILES["hopper"][0], _SAVED),
-    "blackwell": Up(
-        None,
-        "the largest tile without spills, 128 x 128, reads as much shared memory for a product as "
-        "a multiprocessor delivers in its time",
-    ),
-    "amd": Up(_TILES["amd"][0], _SAVED),
-}
 # A library's product may be ahead of Triton's by about this share of its time. On most GPUs the
-# saved read is more up to 2185 features, on an RTX 3090 up to 1085.
+# saved read is more up to 2185 features, on an RTX 5090 up to 1671, on an RTX 3090 up to 1085.
 _LEAST_SHARE = 0.07
 _MOST_FEATURES = 2048
 # Two tiles for each multiprocessor of most GPUs. With fewer, some multiprocessors are idle, where
@@ -124,16 +110,34 @@ _LEAST_TILES = 256
 
 
 def family(arch: str) -> str:
-    """The GPU family; its architectures share configs."""
+    """The GPU family; its architectures share tiles."""
     if not arch.startswith("sm_"):
         return "amd"
     return {9: "hopper", 10: "blackwell"}.get(int(arch[3:]) // 10, "ampere")
 
 
-def _peak_rates(arch: str) -> tuple[int, str]:
-    """Of the architecture, else of the oldest one of its family."""
-    oldest = next(known for known in _PEAK_RATES if family(known) == family(arch))
-    return _PEAK_RATES.get(arch, _PEAK_RATES[oldest])
+def _up(arch: str, features: int, gpu: str) -> Up:
+    if family(arch) == "blackwell":
+        return Up(
+            None,
+            "the largest tile without spills, 128 x 128, reads as much shared memory for a product "
+            "as a multiprocessor delivers in its time",
+        )
+    return Up(
+        _TILES[family(arch)][0],
+        f"the epilogue saves a read of the hidden tensor, {features} / D of the product's time at "
+        f"the peak rates of an {gpu}",
+    )
+
+
+# Of calls with many tiles of few features.
+_UP = {arch: _up(arch, *rates) for arch, rates in _PEAK_RATES.items()}
+
+
+@functools.cache
+def _listed(arch: str) -> str:
+    """The architecture, or the oldest one of its family in the tables."""
+    return arch if arch in _UP else next(a for a in _UP if family(a) == family(arch))
 
 
 def up_config(arch: str, dtype: torch.dtype, rows: int, D: int, W: int, *, work: bool) -> Up:
@@ -144,17 +148,17 @@ def up_config(arch: str, dtype: torch.dtype, rows: int, D: int, W: int, *, work:
         return Up(
             None, "its precision follows torch.backends.cuda.matmul, as in the other products"
         )
-    features, gpu = _peak_rates(arch)
+    arch = _listed(arch)
+    up, (features, _) = _UP[arch], _PEAK_RATES[arch]
     most = min(_MOST_FEATURES, int(features / _LEAST_SHARE))
     if D > most:
         return Up(None, f"over {most} features the saved read is a small part of the time")
-    up = _UP[family(arch)]
     if up.tile is None:
         return up
     tiles = -(-rows // up.tile.block_m) * -(-W // up.tile.block_n)
     if tiles < _LEAST_TILES:
         return Up(None, f"fewer than {_LEAST_TILES} tiles do not fill the GPU")
-    return replace(up, reason=up.reason.format(features=features, gpu=gpu))
+    return up
 
 
 def candidates(arch: str, dtype: torch.dtype, rows: int, D: int, W: int, *, work: bool) -> list[Up]:

@@ -22,6 +22,7 @@ from fastattn import functional
 
 Window = tuple[int, int]
 Result = Tensor | tuple[Tensor, Tensor, Tensor | None]
+_INTEGERS = (torch.int32, torch.int64)
 
 
 def flash_attn_func(
@@ -109,7 +110,7 @@ def flash_attn_varlen_func(
     _check_deterministic(deterministic, q)
     window_size = _sides(window_size)
     max_seqlen_q, max_seqlen_k = _integer(max_seqlen_q), _integer(max_seqlen_k)
-    _check_table(block_table)
+    _check_table(block_table, cu_seqlens_q.shape[0] - 1)
     same = cu_seqlens_q is cu_seqlens_k and block_table is None
     bounds = _bounds(causal, window_size, alibi_slopes, same)
     padded_only = block_table is not None or (return_attn_probs and dropout_p > 0.0)
@@ -222,7 +223,8 @@ def flash_attn_with_kvcache(
     clamped to the cache's size and writes outside it are device errors.
     """
     window_size = _sides(window_size)
-    _check_table(block_table)
+    B, M, H, _ = q.shape
+    _check_table(block_table, B)
     for name, other in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
         if block_table is not None and other is not None:
             raise ValueError(f"{name} must be None with a block_table, got a tensor")
@@ -230,12 +232,11 @@ def flash_attn_with_kvcache(
         raise ValueError(f"k and v must both be given, got {'v' if k is None else 'k'} alone")
     if (rotary_cos is None) != (rotary_sin is None):
         raise ValueError("rotary_cos and rotary_sin must both be given, got one of them")
-    B, M, H, _ = q.shape
     bounded = causal or window_size != (-1, -1)
     page = k_cache.shape[1]
     size = page if block_table is None else page * block_table.shape[1]
-    if cache_seqlens is None:
-        cache_seqlens = size
+    _check_new(k, v, k_cache, v_cache, B)
+    cache_seqlens = size if cache_seqlens is None else _past(cache_seqlens, B)
     _check_cache(cache_seqlens, 0 if k is None else k.shape[1], size, block_table, k_cache)
     if not isinstance(cache_seqlens, Tensor):
         cache_seqlens = torch.full((B,), cache_seqlens, dtype=torch.int32, device=q.device)
@@ -394,6 +395,32 @@ def _attend(
     return out, lse, torch.where(kept > 0, weights, -weights)
 
 
+def _past(cache_seqlens: Any, B: int) -> int | Tensor:
+    """An integer, or [B]."""
+    wanted = f"cache_seqlens must be an integer or int32 [{B}]"
+    if not isinstance(cache_seqlens, Tensor):
+        try:
+            return _integer(cache_seqlens)
+        except TypeError:
+            raise TypeError(f"{wanted}, got {cache_seqlens!r}") from None
+    if cache_seqlens.dtype not in _INTEGERS or cache_seqlens.shape != (B,):
+        raise ValueError(f"{wanted}, got {cache_seqlens.dtype} {list(cache_seqlens.shape)}")
+    return cache_seqlens
+
+
+def _check_new(
+    k: Tensor | None, v: Tensor | None, k_cache: Tensor, v_cache: Tensor, B: int
+) -> None:
+    """Indexed writes would broadcast other shapes."""
+    if k is None or v is None:
+        return
+    for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        if x.dim() != 4 or x.shape[:2] != (B, k.shape[1]) or x.shape[2:] != cache.shape[2:]:
+            new = "new" if name == "k" else k.shape[1]
+            wanted = ", ".join(map(str, (B, new, *cache.shape[2:])))
+            raise ValueError(f"{name} must be [{wanted}], got {list(x.shape)}")
+
+
 def _check_cache(
     cache_seqlens: int | Tensor, new: int, size: int, block_table: Tensor | None, cache: Tensor
 ) -> None:
@@ -413,7 +440,7 @@ def _check_cache(
     if block_table is None or not functional.is_on_host(block_table):
         return
     pages, page = cache.shape[:2]
-    first = torch.arange(0, size, page)  # position of each page
+    first = torch.arange(block_table.shape[1]) * page  # position of each page
     used = first < (torch.as_tensor(cache_seqlens) + new).view(-1, 1)  # [B or 1, pages]
     exists = (block_table >= 0) & (block_table < pages)
     if bool((used & ~exists).any()):
@@ -423,13 +450,15 @@ def _check_cache(
         )
 
 
-def _check_table(block_table: Any) -> None:
+def _check_table(block_table: Any, B: int) -> None:
     if block_table is None:
         return
     functional.check_tensor("block_table", block_table)
-    if block_table.dim() != 2:
+    if block_table.dtype not in _INTEGERS:
+        raise TypeError(f"block_table must be int32 or int64, got {block_table.dtype}")
+    if block_table.dim() != 2 or block_table.shape[0] != B:
         got = list(block_table.shape)
-        raise ValueError(f"block_table must be [B, pages of a sequence], got {got}")
+        raise ValueError(f"block_table must be [{B}, pages of a sequence], got {got}")
 
 
 def _pages(block_table: Tensor | None) -> dict[str, Any]:

@@ -392,7 +392,9 @@ def test_block_tables_that_are_none_are_named() -> None:
     q = normal(3, H, D).float()
     for table, error in (
         ([[1, 0]], (TypeError, "block_table must be a tensor, got list")),
-        (torch.tensor([1, 0]), (ValueError, r"block_table must be \[B, pages .* got \[2\]")),
+        (torch.tensor([1, 0]), (ValueError, r"block_table must be \[1, pages .* got \[2\]")),
+        (torch.zeros(2, 2).int(), (ValueError, r"block_table must be \[1, .* got \[2, 2\]")),
+        (torch.ones(1, 2), (TypeError, "block_table must be int32 or int64, got torch.float32")),
     ):
         with pytest.raises(error[0], match=error[1]):
             flash_attn.flash_attn_varlen_func(
@@ -400,6 +402,42 @@ def test_block_tables_that_are_none_are_named() -> None:
             )
         with pytest.raises(error[0], match=error[1]):
             flash_attn.flash_attn_with_kvcache(q[None], pages, pages, block_table=table)
+
+
+@pytest.mark.parametrize("paged", [True, False])
+def test_new_keys_and_lengths_of_other_shapes_are_named(paged) -> None:
+    """They are not broadcast, and nothing is written."""
+    q, new, cache = normal(2, 1, 2, 8), normal(2, 2, 2, 8), normal(2, 8, 2, 8)
+    options: dict = {"cache_seqlens": 3}
+    if paged:
+        cache = cache.view(4, 4, 2, 8)
+        options["block_table"] = torch.arange(4, dtype=torch.int32).view(2, 2)
+    before = cache.clone()
+    for k, v, wanted in (
+        (new[:, :, :1], new, r"k must be \[2, new, 2, 8\], got \[2, 2, 1, 8\]"),
+        (new[:1], new, r"k must be \[2, new, 2, 8\], got \[1, 2, 2, 8\]"),
+        (new[:, 0], new[:, 0], r"k must be \[2, new, 2, 8\], got \[2, 2, 8\]"),
+        (new, new[:, :1], r"v must be \[2, 2, 2, 8\], got \[2, 1, 2, 8\]"),
+    ):
+        with pytest.raises(ValueError, match=wanted):
+            flash_attn.flash_attn_with_kvcache(q, cache, cache, k, v, **options)
+    wanted = r"cache_seqlens must be an integer or int32 \[2\], got"
+    for lengths, error, got in (
+        ([3, 4], TypeError, r"\[3, 4\]"),
+        (2.5, TypeError, r"2\.5"),
+        (torch.tensor([3]), ValueError, r"torch.int64 \[1\]"),
+        (torch.tensor([3.0, 4.0]), ValueError, r"torch.float32 \[2\]"),
+    ):
+        with pytest.raises(error, match=f"{wanted} {got}"):
+            flash_attn.flash_attn_with_kvcache(
+                q, cache, cache, new, new, **options | {"cache_seqlens": lengths}
+            )
+    assert torch.equal(cache, before)
+    if paged:
+        with pytest.raises(ValueError, match="k must have at least one key in a page"):
+            flash_attn.flash_attn_with_kvcache(
+                q, cache[:, :0], cache[:, :0], **options | {"cache_seqlens": 0}
+            )
 
 
 @pytest.mark.parametrize("lengths", ["one", "tensor"])

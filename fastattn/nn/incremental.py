@@ -55,6 +55,8 @@ class IncrementalDecoding:
         batch_dim = 0 if self.layers[0].self_attn.batch_first else 1
         B, N = memories[0].shape[batch_dim], memories[0].shape[1 - batch_dim]
         counts: dict[str, Any] = {"max_length": max_length, "beams": beams}
+        optional = {"page_size": page_size, "pages": pages}
+        counts |= {name: value for name, value in optional.items() if value is not None}
         for name, value in counts.items():
             if not (isinstance(value, int) or hasattr(value, "__index__")):
                 raise TypeError(f"{name} must be an integer, got {value!r}")

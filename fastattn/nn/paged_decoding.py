@@ -48,8 +48,6 @@ class PagedDecoderCache(DecoderCache):
         self.page_size, self._memory_size = page_size, memory_size
         widths = [max(self._count(size), 1) for size in (max_length, memory_size)]
         pages = B * sum(widths) if pages is None else pages
-        if pages < 1:
-            raise ValueError(f"pages must be at least 1, got {pages}")
         self.lengths: dict[int, int] = {}
         self._free = list(range(pages, UNUSED_PAGE, -1))
         # For the targets and the memories: pages of each slot, and block tables on host and device.

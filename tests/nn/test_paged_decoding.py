@@ -126,6 +126,13 @@ def test_pages_that_do_not_suffice_are_an_error_and_change_nothing():
     assert cache.lengths == {1: PAGE + 1} and cache.free_pages == 2
 
 
+def test_no_sequences():
+    """An empty batch, as without pages."""
+    fast = decoder()
+    cache = fast.init_cache(torch.randn(0, N, E), max_length=T, page_size=PAGE)
+    assert fast.step(torch.randn(0, 1, E), cache).shape == (0, 1, E) and cache.free_pages == 0
+
+
 @torch.no_grad()
 def test_recorded_steps_follow_the_host():
     """Replays write to pages taken after the recording, and for sequences started after it."""
@@ -200,6 +207,9 @@ def test_paged_cache_errors():
     ):
         with pytest.raises(ValueError, match=wanted):
             fast.init_cache(memory, max_length=T, **options)
+    for name, value in (("page_size", 16.0), ("pages", 8.5), ("pages", "8")):
+        with pytest.raises(TypeError, match=f"{name} must be an integer, got {value!r}"):
+            fast.init_cache(memory, max_length=T, **{"page_size": PAGE, name: value})
     cache = fast.init_cache(memory, max_length=T, page_size=PAGE)
     for slots in ([0, 0], [2, 1], [-1, 0]):
         with pytest.raises(ValueError, match="slots must be different numbers below 2, got"):

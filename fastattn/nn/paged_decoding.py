@@ -29,8 +29,9 @@ class PagedDecoderCache(DecoderCache):
     `TransformerDecoder.restart(slots=)` starts new sequences in some of its slots, `release` ends
     sequences.
 
-    lengths: of the sequence in each slot that has one, on the host; replayed steps do not advance
-    it. On the device: `position` `[B, 1]`, `memory_lengths` `[B]`.
+    lengths: of the sequence in each slot that has one, on the host, in place of `length`, which
+    stays 0; replayed steps do not advance it. On the device: `position` `[B, 1]`, `memory_lengths`
+    `[B]`.
     """
 
     def __init__(

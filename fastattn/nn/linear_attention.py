@@ -145,11 +145,13 @@ def linear_attention(
 
     key_lengths: `[B]`, the number of keys of each sequence. causal: M and N are equal.
     """
+    if key_lengths is not None:
+        padding = torch.arange(k.shape[2], device=k.device) >= key_lengths[:, None]  # [B, N]
+        padding = padding[:, None, :, None]
+        # phi(-inf) is 0. Padding may hold NaN, whose products with 0 are NaN.
+        k, v = k.masked_fill(padding, -torch.inf), v.masked_fill(padding, 0.0)
     with torch.autocast(q.device.type, enabled=False):
         features, keys, ones = phi(_inner(q)), phi(_inner(k)), _with_ones(_inner(v))
-        if key_lengths is not None:
-            real = torch.arange(k.shape[2], device=k.device) < key_lengths[:, None]  # [B, N]
-            keys = keys * real[:, None, :, None]
         if causal:
             return _divided(_causal_sums(features, keys, ones)).to(v.dtype)
         return _divided(features @ (keys.mT @ ones)).to(v.dtype)
@@ -186,7 +188,8 @@ def _causal_sums(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         F.pad(x, (0, 0, 0, chunks * CHUNK - S)).unflatten(2, (chunks, CHUNK)) for x in (q, k, v)
     )  # [B, H, chunks, CHUNK, D]
     sums = k.mT @ v  # [B, H, chunks, D, D + 1]
-    before = sums.cumsum(dim=2) - sums
+    # Not `sums.cumsum(2) - sums`, whose rounding errors grow with the keys of the chunk itself.
+    before = F.pad(sums[:, :, :-1].cumsum(dim=2), (0, 0, 0, 0, 1, 0))
     out = q @ before + (q @ k.mT).tril() @ v
     return out.flatten(2, 3)[:, :, :S]
 

@@ -44,6 +44,28 @@ def test_lengths_and_their_gradients(causal):
         assert not gradient[0, :, 5:].any() and not gradient[1].any()
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_padding_may_hold_nan(causal):
+    S, lengths = 7, torch.tensor([5, 0])
+    q, k, v = torch.randn(3, B, H, S, 4).requires_grad_().unbind()
+    expected = linear_attention(q, k, v, key_lengths=lengths, causal=causal)
+    padding = (torch.arange(S) >= lengths[:, None])[:, None, :, None]
+    k, v = (x.masked_fill(padding, torch.nan).detach().requires_grad_() for x in (k, v))
+    found = linear_attention(q, k, v, key_lengths=lengths, causal=causal)
+    assert torch.equal(found, expected)
+    gradients = torch.autograd.grad(found.sin().sum(), (q, k, v))
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+def test_later_keys_do_not_change_earlier_outputs():
+    q, k, v = torch.randn(3, B, H, 3 * CHUNK, 4).unbind()
+    expected = linear_attention(q, k, v, causal=True)
+    later = 2 * CHUNK + 9
+    k[:, :, later] = v[:, :, later] = 1e6
+    found = linear_attention(q, k, v, causal=True)
+    assert torch.equal(found[:, :, :later], expected[:, :, :later])
+
+
 def test_gradients():
     q, k, v = torch.randn(3, 1, 1, CHUNK + 2, 2, dtype=DOUBLE).requires_grad_().unbind()
     assert torch.autograd.gradcheck(

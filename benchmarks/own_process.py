@@ -40,24 +40,30 @@ class OwnProcess:
         context = multiprocessing.get_context("spawn")
         self._pipe, other = context.Pipe()
         wanted = DecoderTask(task.workload.size, task.dtype, torch.get_num_threads())
-        process = context.Process(target=_serve, args=(other, build, wanted), daemon=True)
-        process.start()
+        self._process = context.Process(target=_serve, args=(other, build, wanted), daemon=True)
+        self._process.start()
         other.close()
         weakref.finalize(self, self._pipe.close)
-        assert process.pid is not None
-        self.pid = process.pid
+        assert self._process.pid is not None
+        self.pid = self._process.pid
         self._receive()
 
     def __call__(self, inputs: Inputs) -> Decoded:
-        self._pipe.send(inputs["source"].tolist())
-        tokens, log_probabilities = self._receive()
+        tokens, log_probabilities = self._receive(inputs["source"].tolist())
         scores = None
         if log_probabilities is not None:
             scores = torch.tensor(log_probabilities, dtype=torch.float64)
         return Decoded(torch.tensor(tokens), scores)
 
-    def _receive(self) -> Any:
-        error, value = self._pipe.recv()
+    def _receive(self, request: Tokens | None = None) -> Any:
+        try:
+            if request is not None:
+                self._pipe.send(request)
+            error, value = self._pipe.recv()
+        except (EOFError, ConnectionError):
+            self._process.join()
+            code = self._process.exitcode
+            raise RuntimeError(f"the process of the decoder ended with exit code {code}") from None
         if error is not None:
             raise RuntimeError(error)
         return value
@@ -65,13 +71,25 @@ class OwnProcess:
 
 def _serve(pipe: Connection, build: Callable[[DecoderTask], Decode], task: DecoderTask) -> None:
     torch.set_num_threads(1)  # its model is only converted, and threads that wait take time
-    decode = None
+    try:
+        decode = build(task)
+    except Exception as error:
+        pipe.send((_described(error), None))
+        return
+    pipe.send((None, None))
     while True:
         try:
-            answer = None if decode is None else decode(pipe.recv())
-            decode = decode or build(task)
-            pipe.send((None, answer))
+            source = pipe.recv()
         except EOFError:
             return
-        except Exception:
-            pipe.send((traceback.format_exc(limit=-3), None))
+        try:
+            answer = None, decode(source)
+        except Exception as error:
+            answer = _described(error), None
+        pipe.send(answer)
+
+
+def _described(error: Exception) -> str:
+    """Type and message, for the result; the traceback is printed here."""
+    traceback.print_exception(error)
+    return "".join(traceback.format_exception_only(error)).strip()

@@ -8,10 +8,12 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import failing_decoders
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,6 +22,7 @@ from benchmarks import cases, generation, score_changes
 from benchmarks.generation import DecodeSize, GenerationBenchmark
 from benchmarks.implementations import Implementation, Task
 from benchmarks.op_benchmark import OpBenchmark
+from benchmarks.own_process import OwnProcess
 from benchmarks.peers import flash_attention as fa_peers
 from fastattn import functional
 from fastattn.integrations import flash_attn as flash
@@ -456,11 +459,39 @@ def test_converted_decoders(name: str, beams: int, dtype: torch.dtype) -> None:
     call()
     del call
     benchmark.forwards.clear()
+    assert _ends(pid)
+
+
+def _ends(pid: int) -> bool:
+    """Whether a child process ends within 20 seconds."""
     deadline = time.monotonic() + 20
-    while _is_running(pid) and time.monotonic() < deadline:
+    while any(child.pid == pid for child in multiprocessing.active_children()):
+        if time.monotonic() > deadline:
+            return False
         time.sleep(0.05)
-    assert not _is_running(pid)
+    return True
 
 
-def _is_running(pid: int) -> bool:
-    return any(child.pid == pid for child in multiprocessing.active_children())
+def _decoder_task() -> Task:
+    workload = generation._workload(DecodeSize(32, 2, 64, 2, 50, 3, 5, 4), ("cpu",))
+    return GenerationBenchmark(workload, CPU, torch.float32).task
+
+
+@pytest.mark.slow
+def test_process_of_a_decoder_that_cannot_be_built_ends(tmp_path: Path) -> None:
+    """It would slow down the candidates that are measured next."""
+    builds, before = tmp_path / "builds", multiprocessing.active_children()
+    with pytest.raises(RuntimeError, match=r"^ValueError: no such model$"):
+        OwnProcess(partial(failing_decoders.fail_to_build, builds), _decoder_task())
+    for child in multiprocessing.active_children():
+        assert child in before or _ends(child.pid)
+    assert builds.read_text() == "built\n"
+
+
+@pytest.mark.slow
+def test_decoder_whose_process_ends() -> None:
+    task = _decoder_task()
+    decoder = OwnProcess(failing_decoders.exit_when_called, task)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="process of the decoder ended with exit code 7"):
+            decoder(task.inputs)

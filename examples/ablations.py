@@ -72,6 +72,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     options = parser.parse_args(arguments)
     if unknown := [name for name in options.names if name not in EXPERIMENTS]:
         parser.error(f"NAME must be one of {', '.join(EXPERIMENTS)}, got {', '.join(unknown)}")
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out must be a folder: {error}")
     settings = Settings(options.seed, options.quick)
     record: dict[str, Any] = {
         **asdict(settings),

@@ -79,13 +79,13 @@ def check(values: Values) -> list[Check]:
             f"{low:g} and at {high:g}",
             xiong,
             f"{loss_without[post, low]:+.2f}, {loss_without[post, high]:+.2f}",
-            min(loss_without[post, low], loss_without[post, high]) >= 0.2,
+            all(loss_without[post, rate] >= 0.2 for rate in NORM_RATES),
         ),
         Check(
             f"pre-norm does not: without it at most 0.1 worse, at {low:g} and at {high:g}",
             xiong,
             f"{loss_without[pre, low]:+.2f}, {loss_without[pre, high]:+.2f}",
-            max(loss_without[pre, low], loss_without[pre, high]) <= 0.1,
+            all(loss_without[pre, rate] <= 0.1 for rate in NORM_RATES),
         ),
         Check(
             "in a short training pre-norm is ahead, each at its best",

@@ -3,13 +3,14 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from examples import ablations
-from examples.experiments import blocks, order, recurrence, scale, window
+from examples.experiments import blocks, length, norms, order, recurrence, scale, window
 from examples.experiments.experiment import Settings
 from fastattn import nn as fnn
 from fastattn.seq2seq.catalogues import TextUnavailable
@@ -149,6 +150,10 @@ def test_results_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(SystemExit):
         ablations.main(["windows", "--out", str(tmp_path)])
     assert "NAME must be one of order, scale," in capsys.readouterr().err
+    file = tmp_path / "ablations.json"
+    with pytest.raises(SystemExit):
+        ablations.main(["window", "--out", str(file)])
+    assert "--out must be a folder: " in capsys.readouterr().err
 
 
 def test_the_record_is_that_of_these_experiments() -> None:
@@ -160,6 +165,30 @@ def test_the_record_is_that_of_these_experiments() -> None:
         assert [asdict(check) for check in checks] == part["checks"]
 
 
+def recorded(name: str) -> dict[str, Any]:
+    record = json.loads((ROOT / "benchmarks" / "results" / "ablations.json").read_text())
+    return record["experiments"][name]["values"]
+
+
+def test_models_that_diverge_with_and_without_warm_up_show_nothing():
+    values = recorded("norms")
+    low, high = norms.NORM_RATES
+    for place in norms.NORM_PLACES:
+        for name in ("warm-up", "no warm-up"):
+            values["curves"][f"{place}, {name}, {low:g}"] = [(1, 2.0 + (name != "warm-up"))]
+            values["curves"][f"{place}, {name}, {high:g}"] = None
+    assert not verdicts(norms, values)[1]
+    for place in norms.NORM_PLACES:
+        values["curves"][f"{place}, no warm-up, {low:g}"] = [(1, 2.0)]
+    assert not verdicts(norms, values)[2]
+
+
+def test_models_that_translate_nothing_show_nothing():
+    values = recorded("length")
+    values["bleu"] = {kind: [0.0] * len(length.BINS) for kind in length.LENGTH_KINDS}
+    assert verdicts(length, values) == [False, False]
+
+
 @pytest.mark.slow
 def test_every_experiment_runs(tmp_path: Path) -> None:
     try:
@@ -167,6 +196,8 @@ def test_every_experiment_runs(tmp_path: Path) -> None:
     except TextUnavailable as error:
         pytest.skip(str(error))
     assert list(record["experiments"]) == list(ablations.EXPERIMENTS)
+    written = json.loads((tmp_path / "ablations.json").read_text())["experiments"]
     for name, part in record["experiments"].items():
         assert (tmp_path / f"ablation-{name}.png").stat().st_size > 5000
-        assert all(check["found"] for check in part["checks"])
+        checks = ablations.EXPERIMENTS[name].check(written[name]["values"])
+        assert [asdict(check) for check in checks] == part["checks"]

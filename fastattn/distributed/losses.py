@@ -37,7 +37,7 @@ def loss_sum(
         targets: int64, those of the batch that the model was given.
     """
     sharding = _sharding(model)
-    if targets.shape != logits.shape[:-1]:
+    if logits.dim() > 2:  # those of forward_packed have a row for each target
         targets = sharding.targets(targets, ignore_index)
     if targets.shape != logits.shape[:-1]:
         raise ValueError(

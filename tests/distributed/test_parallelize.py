@@ -512,6 +512,27 @@ def inputs_out_of_range() -> None:
         model(source, target_in, padding[:, 1:])
 
 
+def losses_of_lengths_like_those_of_shards() -> None:
+    """A target of one process's number of positions is still that of the whole sequence."""
+    from fastattn.distributed import loss_sum, parallelize, sum_over_processes
+
+    tiles = replace(SMALL, attention_dropout=0.1)
+    for config, length, sizes in (
+        (SMALL, 2, {"context": 4}),
+        (SMALL, 2, {"tensor": 2, "context": 2}),
+        (tiles, 32, {"data": 2, "context": 2}),
+    ):
+        source, target = torch.randint(3, 48, (2, 7)), torch.randint(3, 48, (2, length))
+        given, options = (source, target.roll(1, 1), source == 0), {"ignore_index": 0}
+        with torch.no_grad():
+            logits = make_model(config).eval()(*given)
+            expected = label_smoothed_cross_entropy(logits, target, **options) * target.numel()  # type: ignore[arg-type]
+            model = make_model(config).eval()
+            parallelize(model, mesh_of(**sizes))
+            found = sum_over_processes(model, loss_sum(model, model(*given), target, **options))  # type: ignore[arg-type]
+        torch.testing.assert_close(found, expected * sizes.get("data", 1))
+
+
 def test_of_four() -> None:
     in_processes(
         data_alone,
@@ -523,6 +544,7 @@ def test_of_four() -> None:
         layers_of_other_classes,
         refusals,
         inputs_out_of_range,
+        losses_of_lengths_like_those_of_shards,
         attention_drops_what_one_process_drops,
         other_dropouts,
     )

@@ -105,11 +105,16 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Plan | None = None) ->
     plan = Plan() if plan is None else plan
     if not isinstance(plan, Plan):
         raise TypeError(f"plan must be a Plan, got {type(plan).__name__}")
-    require_divisible(model, mesh, plan, mesh.device_type)
-    _require_same(model, mesh, plan)
     sizes = _sizes(mesh)
-    pieces = _Pieces.of(model)
-    return Report(tuple(_Changes(pieces, mesh, sizes, plan).make()))
+    refusal = None
+    try:
+        require_divisible(model, mesh, plan, mesh.device_type)
+    except (TypeError, ValueError) as error:
+        refusal = error
+    _require_same(model, mesh, plan, refusal)
+    if refusal is not None:
+        raise refusal
+    return Report(tuple(_Changes(_Pieces.of(model), mesh, sizes, plan).make()))
 
 
 def require_divisible(model: nn.Module, mesh: DeviceMesh, plan: Plan, device_type: str) -> None:
@@ -291,16 +296,19 @@ def _tensor(model: nn.Module, name: str) -> Tensor:
     return getattr(model.get_submodule(parent), own)  # type: ignore[no-any-return]
 
 
-def _require_same(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
-    """Raises if processes have other plans or weights: they would wait for each other, or train
-    weights of which their copies differ.
+def _require_same(
+    model: nn.Module, mesh: DeviceMesh, plan: Plan, refusal: Exception | None
+) -> None:
+    """Raises if processes have other plans or weights, or only some have a refusal: they would wait
+    for each other, or train weights of which their copies differ.
     """
-    parameters = [*model.named_parameters()]
-    kinds = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in parameters]
-    bits = torch.zeros((), dtype=torch.int64, device=parameters[0][1].device)
-    for index, (_, p) in enumerate(parameters, start=1):
-        bits += index * p.detach().view(_INTEGERS[p.itemsize]).sum(dtype=torch.int64)
-    text = f"{type(model)} {kinds} {mesh.mesh_dim_names} {mesh.mesh.tolist()} {plan}"
+    text, bits = "refused", torch.zeros((), dtype=torch.int64, device=mesh.device_type)
+    if refusal is None:
+        parameters = [*model.named_parameters()]
+        kinds = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in parameters]
+        text = f"{type(model)} {kinds} {mesh.mesh_dim_names} {mesh.mesh.tolist()} {plan}"
+        for index, (_, p) in enumerate(parameters, start=1):
+            bits += index * p.detach().view(_INTEGERS[p.itemsize]).sum(dtype=torch.int64)
     own = torch.stack([bits.new_tensor(zlib.crc32(text.encode())), bits])
     extremes = torch.cat([own, -own])
     for dim in range(mesh.ndim):
@@ -311,7 +319,7 @@ def _require_same(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
         raise ValueError(
             f"model and plan must be the same on every process of the mesh, got other {what}: "
             "call torch.manual_seed with one number, or load the same weights"
-        )
+        ) from refusal
 
 
 # -- changes --------------------------------------------------------------------------------------

@@ -481,6 +481,10 @@ def refusals() -> None:
     other.embedding.weight.requires_grad_(last)
     refused(other, "got other model, parameters or plan", tensor=2, context=2)
     refused(make_model(SMALL), "got other model, parameters or plan", Plan(sequence=last), data=4)
+    # Reasons of some processes alone: the others do not wait for them.
+    others = make_model(SMALL), make_model(replace(SMALL, vocabulary=50)), nn.Linear(2, 2)
+    refused(others[last], "got other model, parameters or plan", tensor=4)
+    refused(others[2 * last], "got other model, parameters or plan", data=4)
 
     stack = fnn.TransformerEncoder(fnn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 1)
     parallelize(stack, mesh_of(tensor=4))

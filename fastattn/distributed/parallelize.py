@@ -462,9 +462,9 @@ class _Changes:
                 size = self.place.tensor.size
                 self._note(name, f"takes 1 / {size} of the rows, returns all")
             if isinstance(stack.norm, nn.Sequential):  # a norm and a dropout
-                for key, child in stack.norm.named_children():
+                for key, child in list(stack.norm.named_children()):
                     if type(child) is nn.Dropout:
-                        stack.norm[int(key)] = ShardedDropout(child.p, stack.sharding, "rows")
+                        self._set_dropout(f"{name}.norm.{key}", stack.sharding, "rows")
 
     def _set_model(self, parts: TokenModelParts, local: LocalWeights) -> None:
         model, T = self.pieces.model, self.place.tensor
@@ -483,9 +483,7 @@ class _Changes:
             ),
         )
         for name in parts.dropouts:
-            dropout: Any = model.get_submodule(name)
-            parent = model.get_submodule(name.rpartition(".")[0])
-            setattr(parent, _own(name), ShardedDropout(dropout.p, model.sharding, "tokens"))
+            self._set_dropout(name, model.sharding, "tokens")
         for name in parts.vocabulary if divided else ():
             owner = model.get_submodule(name.rpartition(".")[0])
             tokens = len(_tensor(model, name))
@@ -495,6 +493,12 @@ class _Changes:
                 owner.group = T  # type: ignore[assignment]
             if _own(name) in owner._buffers:
                 local.buffers.append((owner, _own(name), lambda x: T.part(x, 0)))
+
+    def _set_dropout(self, name: str, sharding: StackSharding, of: str) -> None:
+        model, name = self.pieces.model, name.removeprefix(".")
+        dropout: Any = model.get_submodule(name)
+        model.set_submodule(name, ShardedDropout(dropout.p, sharding, of).train(dropout.training))
+        self._note(name, f"dropout of this process's {of}")
 
     # -- FSDP -------------------------------------------------------------------------------------
     def _fully_shard(self, layers: dict[str, Any]) -> None:

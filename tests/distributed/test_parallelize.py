@@ -396,8 +396,8 @@ def gathered(x: Tensor) -> Tensor:
 
 
 def other_dropouts() -> None:
-    """Values that processes share have the same bits, others do not."""
-    from fastattn.distributed import Plan, parallelize
+    """Values that processes share have the same bits, others do not; in evaluation none drops."""
+    from fastattn.distributed import Plan, loss_sum, parallelize, sum_over_processes
     from fastattn.nn.sharding import sharding_of
 
     config = replace(SMALL, dropout=0.5, final_dropout=True, norm="rms", embedding_norm=True)
@@ -416,6 +416,17 @@ def other_dropouts() -> None:
         loss = hidden.square().mean()
         loss.backward()
         assert len(gathered(torch.randint(1 << 60, (1,))).unique()) == 1
+    positions = replace(config, embedding_norm=False)
+    whole_model, model = (make_model(positions).eval() for _ in range(2))
+    report = dict(parallelize(model, mesh_of(context=2, tensor=2)).rows)
+    assert report["positions.dropout"] == "dropout of this process's tokens"
+    assert report["transformer.decoder.norm.1"] == "dropout of this process's rows"
+    expected = label_smoothed_cross_entropy(
+        forward(whole_model, batch, False)[0], batch[2], ignore_index=0
+    )
+    found = loss_sum(model, forward(model, batch, False)[0], batch[2], ignore_index=0)
+    mean = sum_over_processes(model, found) / (batch[2] != 0).sum()
+    torch.testing.assert_close(mean, expected)
 
 
 def refusals() -> None:

@@ -1,17 +1,21 @@
 """Attention over sequences sharded across processes: results equal those of one process."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from sharded_attention import check, random_sample, sample
 from support import gradients, in_processes, needs_distributed
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
 from fastattn.distributed import context_parallel_attention, shard_sequence, unshard_sequence
-from fastattn.distributed.blocks import rectangles
-from fastattn.distributed.ring import Route, routes
+from fastattn.distributed.blocks import Call, rectangles
+from fastattn.distributed.ring import Ring, Route, Transfers, routes
+from fastattn.distributed.sequence import chunk_count
+from fastattn.ops.attention.op import CAUSAL
 
 pytestmark = needs_distributed
 attend: Any = context_parallel_attention
@@ -55,6 +59,25 @@ def test_chunks_are_passed_as_far_as_they_are_needed() -> None:
     window = (-2, 0)  # of two positions, the size of a chunk
     assert routes(4, 8, 8, window, False, False) == (*3 * (Route(1, 1),), own)
     assert routes(1, 8, 8, everything, True, True) == 2 * (own,)
+
+
+def test_balanced_chunks_divide_causal_work_equally() -> None:
+    P, M = 4, 32
+    call = Call(
+        M, M, None, None, 0.0, CAUSAL["top_left"], -1, -1, 1.0, 0.0, None, 0, None
+    )  # fmt: skip
+
+    def pairs(rank: int, balanced: bool) -> int:
+        ring = Ring(None, P, rank, balanced, balanced)
+        chunks = range(chunk_count(P, balanced))
+        found = [block.at for chunk in chunks for block in ring.blocks(call, chunk)]
+        return sum(
+            r.low <= j - i <= r.high for r in found for i in range(r.rows) for j in range(r.keys)
+        )
+
+    every = M * (M + 1) // 2
+    assert [pairs(rank, True) for rank in range(P)] == [every // P] * P
+    assert [pairs(rank, False) for rank in range(P)] == [36, 100, 164, 228]
 
 
 # -- in each process ------------------------------------------------------------------------------
@@ -155,6 +178,43 @@ def some_gradients() -> None:
                 torch.testing.assert_close(x, y, atol=2e-5, rtol=2e-5)
 
 
+class _Events(TorchDispatchMode):
+    """One letter for each of a series of sends, receives, calls of attention and waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.letters = ""
+
+    def add(self, letter: str) -> None:
+        self.letters += "" if self.letters.endswith(letter) else letter
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        known = {"c10d::send": "s", "c10d::recv_": "r", "fastattn::attention_bwd": "a"}
+        self.add(known.get(name, "a" if name == "fastattn::attention_fwd" else ""))
+        return func(*args, **(kwargs or {}))
+
+
+def transfers_are_under_way_during_attention() -> None:
+    """A step starts transfers, computes, and waits. In the backward, gradients are sent after it,
+    and waited for after the next one has been computed.
+    """
+    wait = Transfers.wait
+    q = torch.randn(1, 2, 8, 8, requires_grad=True)
+    with _Events() as events:
+
+        def waits(transfers: Transfers) -> None:
+            events.add("w")
+            wait(transfers)
+
+        with mock.patch.object(Transfers, "wait", waits):
+            out = attend(q, q, q)
+            assert events.letters == 3 * "sraw" + "aw"
+            events.letters = ""
+            out.sum().backward()
+    assert events.letters == "sraw" + 2 * "srawsrw" + "awsrw"
+
+
 def layouts_are_inverse() -> None:
     x = torch.randn(3, 24)
     for balanced in (False, True):
@@ -233,6 +293,7 @@ def test_context_parallel_attention() -> None:
         seeds_with_an_origin,
         heads_equal_attention,
         some_gradients,
+        transfers_are_under_way_during_attention,
         layouts_are_inverse,
         errors,
         autocast,

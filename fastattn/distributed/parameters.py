@@ -113,6 +113,7 @@ def full_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _full(tensor: Any) -> Tensor:
+    """A copy of `DTensor.full_tensor()`, which logs a warning on each process of a 2-d mesh."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor.clone()

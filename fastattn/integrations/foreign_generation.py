@@ -46,9 +46,14 @@ _OLDEST = (5, 17)  # the first `transformers` whose generate marks a cache of th
 _ARGUMENTS = {"encoder_outputs", "attention_mask", "use_cache"}  # and the cache
 
 
+def _cache_name(model: Any) -> str:
+    """What a model calls the cache in its arguments and results; transformers 5.24 renamed it."""
+    kind: Any = type(model)
+    return _cache_name_of(kind)
+
+
 @functools.cache
-def _cache_name(kind: Any) -> str:
-    """What a class calls the cache in its arguments and results; transformers 5.24 renamed it."""
+def _cache_name_of(kind: Any) -> str:
     return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"
 
 
@@ -136,7 +141,7 @@ class _Program:
         from transformers.modeling_outputs import BaseModelOutput
 
         given: dict[str, Any] = {} if mask is None else {"attention_mask": mask}
-        given[_cache_name(type(model))] = self.cache
+        given[_cache_name(model)] = self.cache
         if decoder_mask is not None:
             given["decoder_attention_mask"] = decoder_mask
         return self._forward(  # type: ignore[no-any-return]
@@ -202,7 +207,7 @@ class _Generation:
             if self._program.cache.state.length == self._program.cache.max_length:
                 self._grow(self._program, encoder_outputs[0])
             logits = self._program.step(self._model, decoder_input_ids)
-        cache: Any = {_cache_name(type(self._model)): self}
+        cache: Any = {_cache_name(self._model): self}
         return Seq2SeqLMOutput(logits=logits, **cache)
 
     def _prompt(self, tokens: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
@@ -337,7 +342,7 @@ def _why_own_path(model: Any, config: Any, rows: int, given: dict[str, Any]) -> 
     """Why a call of `generate` runs the model's own path, phrased to follow "the call"."""
     from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-    cache_name = _cache_name(type(model))
+    cache_name = _cache_name(model)
     cache = given.get(cache_name)
     if model.training:
         return "is in training mode"
@@ -398,7 +403,7 @@ def why_unsupported(model: Any) -> str | None:
 
 @functools.cache
 def drop_in(kind: Any) -> type[nn.Module]:
-    cache_name = _cache_name(kind)
+    cache_name = _cache_name_of(kind)
 
     @functools.wraps(kind.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -479,7 +484,7 @@ def _generation(
         yield None
         return
     generation = _Generation(forward, model, survey.fingerprint, beams)
-    given[_cache_name(type(model))] = generation
+    given[_cache_name(model)] = generation
     try:
         yield generation
     finally:

@@ -251,7 +251,7 @@ class _Generation:
         self._put(program)
 
     def _put(self, program: _Program) -> None:
-        if not program.is_recorded:
+        if not program.is_recorded or program.is_new:  # there is no step to keep
             return
         program.release()
         key = (program.cache.max_length, *self._key)

@@ -76,7 +76,8 @@ class Tape:
         step: Callable[[], None],
         results: Callable[[], Sequence[Tensor]] | None = None,
     ) -> None:
-        self._step, self._results = step, results
+        self._step: Callable[[], None] | None = step  # until it is recorded
+        self._results = results
         self._replay: Callable[[], None] | None = None
         self._made: dict[torch.UntypedStorage, int] = {}  # with its bytes
 
@@ -91,7 +92,7 @@ class Tape:
     @property
     def is_replayed(self) -> bool:
         """Whether a step was recorded; one whose operations depend on values is called again."""
-        return self._replay is not None and self._replay is not self._step
+        return self._step is None
 
     def __call__(self) -> None:
         if self._replay is None:
@@ -101,6 +102,7 @@ class Tape:
 
     @torch.no_grad()
     def _record(self) -> Callable[[], None]:
+        assert self._step is not None
         recorder = _Recorder()
         with recorder:
             self._step()
@@ -109,6 +111,7 @@ class Tape:
         if self._results is not None:
             recorder.share_memory(self._results())
         self._made = recorder.made
+        self._step = self._results = None  # which refer to the model
         return replay(recorder.calls)
 
 

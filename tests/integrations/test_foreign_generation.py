@@ -3,6 +3,7 @@
 import copy
 import itertools
 import pickle
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -541,6 +542,23 @@ def test_parameters_that_move() -> None:
         assert torch.equal(_generate(model.double()), expected[1])
         assert not report.generate[""]
     assert not torch.equal(before, expected[0])
+
+
+def test_memory_is_released() -> None:
+    model: Any = build(MODELS["bart"], "eager")
+    fastattn.patch(model, quiet=True)
+    _generate(model, new=1)
+    assert not model.__dict__[foreign_generation.STATE].programs  # there is no step to keep
+    _generate(model, new=40, min_new_tokens=40)
+    programs = model.__dict__[foreign_generation.STATE].programs
+    assert [program.cache.max_length for program in programs.values()] == [32, 64]
+    for program in programs.values():
+        for layer in program.cache.state.layers:
+            assert layer.target.untyped_storage().nbytes() == 0
+            assert layer.memory.untyped_storage().nbytes() == 0
+    reference = weakref.ref(model)
+    del model, programs, program, layer
+    assert reference() is None  # without the garbage collector
 
 
 def test_copies_and_pickles() -> None:

@@ -275,8 +275,9 @@ def _round_up(size: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class _Survey:
-    """What a recorded step depends on: the addresses of parameters and buffers, the classes of
-    modules and their attributes, such as the scale of an adapter or whether it is active.
+    """What a recorded step depends on: the addresses and strides of parameters and buffers, the
+    modules, their classes and attributes, such as the scale of an adapter or whether it is active,
+    and the values of the model's configuration.
 
     why: why the step of a model in this state is not recorded.
     """
@@ -285,15 +286,15 @@ class _Survey:
     why: str | None
 
 
-def _survey(model: nn.Module) -> _Survey:
-    found: list[Hashable] = []
+def _survey(model: Any) -> _Survey:
+    found = [_setting(vars(model.config))]
     devices, why = set(), None
     if torch.nn.modules.module._has_any_global_hook():
         why = "is made while hooks of all modules are registered"
     for module in modules_of(model):
         kind: Any = type(module)
         state = module.__dict__
-        found += [kind, kind.forward]
+        found += [kind, kind.forward, *map(id, state["_modules"].values())]
         for name, value in state.items():
             if name not in _NOT_SETTINGS:
                 found += [name, _setting(value)]
@@ -313,6 +314,8 @@ def _survey(model: nn.Module) -> _Survey:
             why = f"is of a model with parametrizations, as of a {kind.__name__}"
         elif "forward" in state:
             why = f"is of a model with its own forward, as of a {kind.__name__}"
+        elif state["training"] and _drops(state):
+            why = f"is of a model with dropout in training mode, as of a {kind.__name__}"
         elif (attention := getattr(config, "_attn_implementation", NAME)) != NAME:
             why = f"is of a model with attn_implementation={attention!r}"
     if len(devices) != 1:
@@ -325,17 +328,38 @@ _NOT_SETTINGS = {*nn.Module().__dict__, STATE} - {"training"}
 _PLAIN = (Tensor, nn.Parameter)  # not subclasses, such as quantised weights, without an address
 
 
+def _drops(state: dict[str, Any]) -> bool:
+    """Whether a module in training mode drops values or layers, which one row of a sentence would
+    do otherwise than its beams.
+    """
+    rates = [value for name, value in state.items() if name == "p" or "drop" in name]
+    return any(isinstance(rate, int | float) and rate > 0 for rate in rates)
+
+
+class _Same:
+    """Compares an object by identity. It is kept, so that no other gets its address."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
 def _setting(value: Any) -> Hashable:
     """A hashable value that differs if an attribute, parameter or buffer has changed."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if type(value) in _PLAIN:
-        return value.data_ptr(), value.dtype, value.shape
+        return value.data_ptr(), value.dtype, value.shape, value.stride()
     if isinstance(value, dict):
         return tuple((_setting(key), _setting(item)) for key, item in value.items())
     if isinstance(value, list | tuple):
         return tuple(map(_setting, value))
-    return id(value)
+    return _Same(value)
 
 
 def _why_own_path(model: Any, config: Any, rows: int, given: dict[str, Any]) -> str | None:

@@ -544,6 +544,83 @@ def test_parameters_that_move() -> None:
     assert not torch.equal(before, expected[0])
 
 
+class _Scale:
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+
+class _Chain(torch.nn.Module):
+    """A linear layer, others and a scale that is an object."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        others = torch.nn.Linear(32, 32), torch.nn.Linear(32, 32)
+        self.layers = torch.nn.ModuleList([base, *others, others[0]])
+        self.scale = _Scale(1.0)
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return x * self.scale.factor
+
+
+def _transpose(layer: Any) -> None:
+    layer.weight = torch.nn.Parameter(layer.weight.detach().t())
+
+
+def test_changes_that_keep_the_addresses_of_parameters() -> None:
+    plain: Any = build(MODELS["t5"], "eager")
+    torch.manual_seed(0)
+    attention = plain.decoder.block[0].layer[0].SelfAttention
+    attention.q = _Chain(attention.q).eval()
+    plain.double()  # small differences of fp32 grow in T5
+    model: Any = copy.deepcopy(plain)
+    options: dict[str, Any] = {"output_logits": True, "return_dict_in_generate": True, "new": 4}
+    with fastattn.patch(model, quiet=True) as report:
+        changes: tuple[Callable[[Any], None], ...] = (
+            lambda chain: None,
+            lambda chain: _transpose(chain.layers[2]),
+            lambda chain: chain.layers.__setitem__(3, chain.layers[2]),
+        )
+        found = []
+        for change in changes:
+            for m in (plain, model):
+                change(m.decoder.block[0].layer[0].SelfAttention.q)
+            expected, got = (_generate(m, **options) for m in (plain, model))
+            assert torch.equal(got.sequences, expected.sequences)
+            torch.testing.assert_close(got.logits, expected.logits)
+            found.append(expected.logits[-1])
+        for m in (plain, model):
+            m.config.scale_decoder_outputs = not m.config.scale_decoder_outputs
+        expected, got = (_generate(m, **options) for m in (plain, model))
+        torch.testing.assert_close(got.logits, expected.logits)
+        found.append(expected.logits[-1])
+        assert not report.generate[""]
+    assert not any(torch.allclose(a, b) for a, b in itertools.pairwise(found))
+
+
+def test_an_object_is_not_replaced_unnoticed_by_one_with_its_address() -> None:
+    model: Any = build(MODELS["t5"], "eager")
+    chain: Any = _Chain(torch.nn.Linear(32, 32)).eval()
+    model.decoder.block[0].layer[0].SelfAttention.q = chain
+    with fastattn.patch(model, quiet=True):
+        _generate(model)
+        address = id(chain.scale)
+        chain.scale = None
+        assert all(id(_Scale(-1.0)) != address for _ in range(3))  # CPython uses free memory first
+
+
+def test_layers_in_training_mode() -> None:
+    plain: Any = build(MODELS["marian"], "eager")
+    for layer in plain.model.decoder.layers:
+        layer.train()
+    model: Any = copy.deepcopy(plain)
+    with fastattn.patch(model, quiet=True) as report:
+        assert torch.equal(_generate(model, num_beams=3), _generate(plain, num_beams=3))
+        why = "is of a model with dropout in training mode, as of a MarianDecoderLayer"
+        assert report.generate[""] == {why: 1}
+
+
 def test_memory_is_released() -> None:
     model: Any = build(MODELS["bart"], "eager")
     fastattn.patch(model, quiet=True)

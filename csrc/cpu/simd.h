@@ -131,6 +131,8 @@ inline Float widen(Short bits, BFloat16) {
   // GCC 12 converts in halves, and warns about the form without a mask.
   return bit_cast<Float>(
       bit_cast<Word>(_mm512_maskz_cvtepu16_epi32(0xFFFF, bit_cast<__m256i>(bits))) << 16);
+#elif defined(__AVX2__)
+  return bit_cast<Float>(bit_cast<Word>(_mm256_cvtepu16_epi32(bit_cast<__m128i>(bits))) << 16);
 #else
   return bit_cast<Float>(__builtin_convertvector(bits, Word) << 16);
 #endif

@@ -329,10 +329,10 @@ inline void reduce(const float* partials, int64_t count, int64_t columns, void* 
   });
 }
 
-// Other dtypes would be converted again for each tile that reads them.
-constexpr bool kUnpacksBf16 = UnitsOf<BFloat16>::kDepth == 2;
-const Kernels kKernels = {kPanel,      {kUnpackedRows, kUnpacksBf16 ? kUnpackedRows : 0, 0},
-                          pack,        multiply,
-                          drop_output, reduce};
+// Half precision that is converted is packed, except with AVX2: others are not measured.
+constexpr int kHalfRows = kLanes == 8 ? kUnpackedHalfRows : 0;
+constexpr int kBf16Rows = UnitsOf<BFloat16>::kDepth == 2 ? kUnpackedRows : kHalfRows;
+const Kernels kKernels = {
+    kPanel, {kUnpackedRows, kBf16Rows, kHalfRows}, pack, multiply, drop_output, reduce};
 
 }  // namespace fastattn::ffn::FASTATTN_ISA

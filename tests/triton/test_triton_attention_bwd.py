@@ -351,6 +351,25 @@ def test_gradient_of_a_bias_by_distance() -> None:
 
 
 @runs
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("mask, blocks", [("bool MN", False), ("min MN", -torch.inf)])
+def test_a_bias_by_distance_that_only_blocked_pairs_have_may_be_nan(
+    mask: str, blocks: float, dtype: torch.dtype
+) -> None:
+    """The bits are those of a finite bias."""
+    M, N = 40, 70
+    call = Call(_small("blocked", B=1, H=1, M=M, N=N, D=16, mask=mask, alibi="H"), dtype)
+    distance = torch.arange(N) - torch.arange(M)[:, None]
+    call.tensors[3].masked_fill_(distance % 3 != 0, blocks)
+    call.out, call.lse = reference.attention_fwd(*call.tensors, *call.options)
+    finite = call.run()
+    entries = torch.arange(1 - M, N)
+    call.options[0][..., entries % 3 != 0] = NAN
+    for name, result in call.run().items():
+        assert torch.equal(result, finite[name]), name
+
+
+@runs
 @pytest.mark.parametrize("amplitude", [1e-2, 4.0])
 def test_soft_cap_in_fp32(amplitude: float) -> None:
     """Of scores far below the cap and around it, with dropped weights."""

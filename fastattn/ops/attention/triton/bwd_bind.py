@@ -340,8 +340,11 @@ class _Binder:
             block_m, block_n, self.d, self.e, UNIT=self.unit,
             PRECISION=self.layout.config.precision, HAS_DOUT=self.call.dout is not None,
             KEEP_LOG2=ceil(log2(dropout_numbers(facts.dropout_p)[1])),
-            # The lowest value of these makes exp of any score 0, without a comparison.
-            BY_VALUE=facts.mask_dtype in (torch.bfloat16, torch.float32), **others,
+            # The lowest value of these makes exp of any score 0, without a comparison; not beside a
+            # bias by distance, which may be infinite or NaN where the mask blocks.
+            BY_VALUE=facts.mask_dtype in (torch.bfloat16, torch.float32)
+            and facts.score_numbers.distance_first is None,
+            **others,
         )  # fmt: skip
 
     def tile_case(self, tile: BwdTile, tma: bool, **others: Any) -> Case:

@@ -18,6 +18,8 @@
 //   dsinks = -sum of p_sink delta over the rows, p_sink = exp(sink - lse)
 #pragma once
 
+#include <numeric>
+
 #include "attention/cpu/forward.h"
 
 namespace fastattn::attention::FASTATTN_ISA {
@@ -625,24 +627,18 @@ inline void sum_scores(const Backward& a, Range batches, Range heads, Range row_
   }
 }
 
-// A mask with one value for all keys of a row changes the row's lse, and the weights only against
-// the sink: its gradient is dlse + p_sink delta.
+// A mask with one value for all keys of a row changes only its lse, so its gradient is dlse. With
+// sinks it changes weights too, by less than lse can show, and `dmask` sums the row's ds.
 inline void sum_of_rows(const Backward& a, Range batches, Range heads, Range row_tiles,
                         bool one_row, float* sums) {
-  for (int b = batches.begin; (a.dlse || a.sinks) && b < batches.end; ++b) {
+  for (int b = batches.begin; a.dlse && b < batches.end; ++b) {
     const Sequence s = a.sequence(b);
     for (int h = heads.begin; h < heads.end; ++h) {
       const int end = smaller(row_tiles.end * kTileRows, a.queries);
       const int first = row_tiles.begin * kTileRows;
       for (int i = first; i < end; ++i) {
-        const LseRows known = lse_rows(a, s, h, i);
-        if (known.dead(0)) {
-          continue;
-        }
-        float& sum = sums[one_row ? 0 : (i - first) * kTileKeys];
-        sum += a.dlse ? *row_values(a, a.dlse, s, h, i) : 0.0f;
-        if (a.sinks) {
-          sum += std::exp(known.sink - *known.lse) * *row_values(a, a.delta, s, h, i);
+        if (!lse_rows(a, s, h, i).dead(0)) {
+          sums[one_row ? 0 : (i - first) * kTileKeys] += *row_values(a, a.dlse, s, h, i);
         }
       }
     }
@@ -665,16 +661,23 @@ void dmask(const Backward& a, Queue& queue, float* workspace) {
     const Range heads = summed(mask.sizes[1], h, a.heads);
     const Range row_tiles = summed(row_tasks, i, a.row_tiles());
     memset(memory.sums, 0, sizeof(float) * a.rows_in_tile() * kTileKeys);
-    if (one_key) {
+    if (one_key && !a.sinks) {
       sum_of_rows(a, batches, heads, row_tiles, one_row, memory.sums);
     } else {
-      sum_scores(a, batches, heads, row_tiles, static_cast<int>(n), tiles, one_row, memory.sums);
+      const Range key_tiles = summed(key_tasks, n, a.key_tiles());
+      for (int t = key_tiles.begin; t < key_tiles.end; ++t) {
+        sum_scores(a, batches, heads, row_tiles, t, tiles, one_row, memory.sums);
+      }
     }
     const int64_t first_row = i * kTileRows, first_key = n * kTileKeys;
     for (int64_t r = 0; r < kTileRows && first_row + r < mask.sizes[2]; ++r) {
+      float* const sums = memory.sums + r * kTileKeys;
+      if (one_key) {
+        *sums = std::accumulate(sums, sums + kTileKeys, 0.0f);
+      }
       for (int64_t j = 0; j < kTileKeys && first_key + j < mask.sizes[3]; ++j) {
         store_mask_value(mask, mask_offset(mask, b, h, first_row + r, first_key + j),
-                         memory.sums[r * kTileKeys + j]);
+                         sums[j]);
       }
     }
     return task;

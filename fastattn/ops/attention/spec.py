@@ -371,6 +371,8 @@ SAMPLES = (
     _s("sinks_mask_rows", "dead rows of a mask, which hold NaN", "interpreter", M=70, N=65,
        mask="rows BMN", sinks=-1.0),
     _s("sinks_high", "weights below 1e-12", M=65, N=70, mask="rows BMN", sinks=30.0),
+    _s("sinks_bias_column", "one value for all keys of a row competes with the sink", M=65, N=260,
+       D=16, mask="float HM", sinks=30.0),
     _s("sinks_low", "weights of sinks below 1e-12", M=65, causal=True, sinks=-30.0),
     _s("sinks_dropout", "the sink is not dropped", M=65, N=130, dropout_p=0.3, sinks=1.0),
     _s("sinks_tall", "the first rows have no key", causal="bottom_right", M=130, N=65, sinks=0.0),

@@ -162,6 +162,22 @@ def _compute(machine: Machine, step: Step, layout: Layout, block: Block, *, back
     return time
 
 
+def hidden_from(machine: Machine) -> dict[str, float]:
+    """Tokens of a rank from which transfers in bf16 are hidden, apart from their latency.
+
+    FSDP2: a layer of n parameters computes 2 n FLOPs for each token and receives 4 n bytes. A ring
+    without causal restriction: with m tokens, a step of the backward computes 10 m² E FLOPs and
+    sends 12 m E bytes, keys, values and their gradients in fp32; that of the forward 4 and 4.
+    """
+    product, attention = machine.products["bf16"].value, machine.attention["bf16"].value
+    link, network = machine.link.value, machine.network.value
+    return {
+        "FSDP on whole nodes": 2 * product / min(link, machine.node * network),
+        "ring in a node": 1.2 * attention / link,
+        "ring between nodes": 1.2 * attention / network,
+    }
+
+
 # -- all layouts -----------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Choice:
@@ -261,7 +277,7 @@ EXAMPLES: Mapping[str, Step] = {
     "translator": Step(_model(32768, 512, 8, 6, 2048, 256), 2048, 64, 64, "bf16"),
     # Documents of 128k tokens and their summaries.
     "long": Step(_model(32768, 2048, 16, 16, 8192, 131072), 16, 131072, 2048, "bf16"),
-    # 25 billion parameters.
+    # 26 billion parameters.
     "large": Step(_model(65536, 6144, 48, 24, 24576, 2048), 1024, 1024, 1024, "bf16"),
 }
 

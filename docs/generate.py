@@ -394,14 +394,9 @@ def scaling_volumes() -> str:
 
 def scaling_thresholds() -> str:
     """Tokens from which transfers are hidden: see the page."""
-    body = []
-    for name, machine in machines.machines().items():
-        product, attention = machine.products["bf16"].value, machine.attention["bf16"].value
-        link, network = machine.link.value, machine.network.value
-        whole = min(link, machine.node * network)
-        tokens = 2 * product / whole, attention / link, attention / network
-        body.append([f"`{name}`", *(f"{x:,.0f}" for x in tokens)])
-    return table(["machine", "FSDP on whole nodes", "ring in a node", "ring between nodes"], body)
+    found = {name: scaling.hidden_from(machine) for name, machine in machines.machines().items()}
+    body = [[f"`{name}`", *(f"{x:,.0f}" for x in row.values())] for name, row in found.items()]
+    return table(["machine", *next(iter(found.values()))], body)
 
 
 def scaling_checks() -> str:

@@ -100,6 +100,29 @@ def test_transfers_without_cost_leave_linear_scaling() -> None:
         assert scaling.step_time(free, STEP, Layout(*sizes)).total == pytest.approx(one / 8)
 
 
+def test_tokens_from_which_transfers_are_hidden() -> None:
+    free = replace(
+        MACHINE,
+        **{name: replace(getattr(MACHINE, name), value=0.0)
+           for name in ("hop", "network_hop", "launch")},
+    )  # fmt: skip
+    tokens = scaling.hidden_from(free)
+    # In one node, and with one device of each of four nodes.
+    for place, tensor in (("ring in a node", 1), ("ring between nodes", 8)):
+        for share, hidden in ((1.01, True), (0.99, False)):
+            own = int(share * tokens[place])
+            step = replace(STEP, batch=1, source=4 * own)
+            layout = Layout(context=4, tensor=tensor)
+            encoder = volumes.blocks(step, layout)[1]
+            time = scaling._compute(free, step, layout, encoder, backward=True)
+            assert (time.context == 0) == hidden, (place, share)
+    rows = int(tokens["FSDP on whole nodes"])
+    encoder = volumes.blocks(replace(STEP, batch=8 * rows, source=1), Layout(data=8))[1]
+    products = encoder.products / free.products["bf16"].value
+    gathers = 7 / 8 * 4 * encoder.parameters / min(free.link.value, 8 * free.network.value)
+    assert 7 / 8 * products == pytest.approx(gathers, rel=0.01)
+
+
 def test_layouts_that_parallelize_refuses() -> None:
     impossible = {
         "heads": Layout(tensor=16),

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -211,10 +212,15 @@ def layouts(step: Step, ranks: int, plan: str, most_accumulate: int = 64) -> Ite
             continue
         mesh = dict(zip(used, sizes, strict=True))
         layout = Layout(data=rest, plan=Plan(context=method), **mesh)
-        if volumes.refusal(step, layout) is None:
-            for accumulate in _powers_of_two(1, most_accumulate):
-                if step.batch % (layout.data * accumulate) == 0:
-                    yield replace(layout, accumulate=accumulate)
+        yield from accumulations(step, layout, most_accumulate)
+
+
+def accumulations(step: Step, layout: Layout, most: int = 64) -> Iterator[Layout]:
+    """A layout with gradients accumulated over 1, 2, 4 ... batches, those of which are possible."""
+    for accumulate in _powers_of_two(1, most):
+        accumulated = replace(layout, accumulate=accumulate)
+        if volumes.refusal(step, accumulated) is None:
+            yield accumulated
 
 
 def _powers_of_two(first: int, last: int) -> list[int]:
@@ -444,11 +450,20 @@ def record(folder: Path) -> list[Path]:
     return paths
 
 
+_POSITIVE = re.compile(r"[1-9][0-9]*").fullmatch
+
+
+def _positive(text: str) -> int:
+    if not _POSITIVE(text):
+        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
+    return int(text)
+
+
 def _mesh(text: str) -> Layout:
     sizes = {}
     for part in text.split(","):
         name, _, size = part.partition("=")
-        if name not in ("data", "context", "tensor") or not size.isdecimal() or int(size) < 1:
+        if name not in ("data", "context", "tensor") or name in sizes or not _POSITIVE(size):
             raise argparse.ArgumentTypeError(f"must look like data=8,tensor=4, got {text!r}")
         sizes[name] = int(size)
     return Layout(**sizes)
@@ -457,7 +472,7 @@ def _mesh(text: str) -> Layout:
 def _machine(text: str) -> Machine:
     """Such as h100 or, with the number of devices in a node, h100x8."""
     name, _, node = text.rpartition("x") if text not in machines() else (text, "", "")
-    if name not in machines() or (node and not node.isdecimal()):
+    if name not in machines() or (node and not _POSITIVE(node)):
         known = ", ".join(machines())
         raise argparse.ArgumentTypeError(f"must be one of {known}, or such as h100x8, got {text!r}")
     machine = machines()[name]
@@ -485,17 +500,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", choices=EXAMPLES, default="translator", help="an example")
     for name in ("vocabulary", "width", "heads", "encoder-layers", "decoder-layers", "ffn-width"):
-        parser.add_argument(f"--{name}", type=int, help="instead of the example's")
+        parser.add_argument(f"--{name}", type=_positive, help="instead of the example's")
     parser.add_argument("--activation", help="of the feed-forward networks")
-    parser.add_argument("--batch", type=int, help="sentence pairs of an update")
-    parser.add_argument("--source", type=int, help="source tokens of each")
-    parser.add_argument("--target", type=int, help="target tokens of each")
+    parser.add_argument("--batch", type=_positive, help="sentence pairs of an update")
+    parser.add_argument("--source", type=_positive, help="source tokens of each")
+    parser.add_argument("--target", type=_positive, help="target tokens of each")
     parser.add_argument("--dtype", choices=volumes.BYTES, help="of activations")
     parser.add_argument(
         "--machine", type=_machine, default="h100", help="such as h100, or h100x4: 4 in a node"
     )
     parser.add_argument("--mesh", type=_mesh, help="this one alone, such as data=8,tensor=4")
-    parser.add_argument("--most", type=int, default=MOST_RANKS, help="devices")
+    parser.add_argument("--most", type=_positive, default=MOST_RANKS, help="devices")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write all rows")
     parser.add_argument("--plot", metavar="FILE", type=Path, help="draw an SVG and a PNG")
     parser.add_argument("--record", metavar="FOLDER", type=Path, help="the pictures of the docs")
@@ -504,7 +519,10 @@ def main() -> None:
         for path in record(options.record):
             print(path)
         return
-    step, machine = _step(options), options.machine
+    try:
+        step, machine = _step(options), options.machine
+    except ValueError as error:
+        parser.error(str(error))
     if step.dtype not in machine.products:
         parser.error(f"no rate of {machine.device} is known for {step.dtype}")
     found = curves(machine, step, options.most)
@@ -520,15 +538,12 @@ def main() -> None:
 def _of_mesh(machine: Machine, step: Step, mesh: Layout, parser: argparse.ArgumentParser) -> Curves:
     """Every way to use one mesh."""
     found: dict[str, dict[int, Choice]] = {}
-    for plan in PLANS:
-        same = [
-            layout
-            for layout in layouts(step, mesh.ranks, plan)
-            if (layout.data, layout.tensor, layout.context)
-            == (mesh.data, mesh.tensor, mesh.context)
-        ]
-        if choice := best(machine, step, same):
-            found[plan] = {mesh.ranks: choice}
+    used = {name for name in ("tensor", "context") if getattr(mesh, name) > 1}
+    for plan, (dimensions, method) in PLANS.items():
+        if used == {*dimensions} - {"data"}:
+            layout = replace(mesh, plan=Plan(context=method))
+            if choice := best(machine, step, accumulations(step, layout)):
+                found[plan] = {mesh.ranks: choice}
     if not found:
         why = volumes.refusal(step, mesh) or "it does not fit into the memory"
         parser.error(f"the mesh is impossible: {why}")

@@ -206,10 +206,16 @@ def test_command_line(
     text = run("--mesh", "data=2,tensor=4", "--plot", str(tmp_path / "picture"))
     assert "2 x 1 x 4" in text
     assert "computed, not measured" in (tmp_path / "picture.svg").read_text()
+    sizes = "--width=768 --heads=12 --ffn-width=3072 --vocabulary=30000 --source=96 --target=96"
+    assert "1 x 1 x 3" in run(*sizes.split(), "--mesh", "tensor=3")
     for wrong in (
         ["--mesh", "data=2,pipeline=2"],
         ["--machine", "h100xx"],
         ["--mesh", "tensor=16"],
+        ["--mesh", "data=2,data=4"],
+        ["--machine", "h100x0"],
+        ["--batch", "0"],
+        ["--width", "100"],
     ):
         with pytest.raises(SystemExit):
             run(*wrong)

@@ -116,6 +116,7 @@ def _shard_like(parameter: Tensor, whole: Tensor) -> Tensor:
 def copy_whole(model: Seq2SeqTransformer) -> Seq2SeqTransformer:
     """Return an ordinary copy of a model, in each rank."""
     state = full_state_dict(model)
-    copy = make_model(model.config)
+    with torch.random.fork_rng(devices=[]):  # training draws the same numbers with and without
+        copy = make_model(model.config)
     copy.load_state_dict(state)
     return copy.to(next(iter(state.values())).device).train(model.training)

@@ -94,6 +94,15 @@ def scores_come_from_whole_models() -> None:
     torch.testing.assert_close(weights[2:], weights[:2], atol=1e-5, rtol=0.0)
 
 
+def scoring_draws_no_random_numbers() -> None:
+    ranks = ranks_of(data=2, tensor=2)
+    options: dict[str, Any] = {"changes": {"steps": 4, "valid_every": 2}}
+    plain, scored = (
+        trained(ranks, {"dropout": 0.3}, score=score, **options) for score in (None, lambda _: 0.0)
+    )
+    assert scored.losses == plain.losses
+
+
 def options_are_refused_by_name() -> None:
     for sizes, model, changes, message in (
         ({"data": 4}, {}, {"scheduled_sampling": "parallel"}, "scheduled_sampling must be"),
@@ -113,7 +122,10 @@ def options_are_refused_by_name() -> None:
 
 def test_training() -> None:
     in_processes(
-        losses_are_those_of_one_process, scores_come_from_whole_models, options_are_refused_by_name
+        losses_are_those_of_one_process,
+        scores_come_from_whole_models,
+        scoring_draws_no_random_numbers,
+        options_are_refused_by_name,
     )
 
 

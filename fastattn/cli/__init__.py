@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from fastattn.cli import demo, info, train, translate
 from fastattn.cli.arguments import DONE, WRONG_INPUT, Parser
 from fastattn.cli.errors import report
-from fastattn.cli.torchrun import silence_other_ranks
+from fastattn.cli.torchrun import show_error_of_machine, silence_other_ranks
 
 EPILOG = """\
 exit codes: 0 success, 1 a check failed, nothing could be checked or training diverged, 2 wrong
@@ -47,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
         return status
     except (Exception, KeyboardInterrupt) as error:
+        show_error_of_machine()
         code = report(error, options.command)
         if code is None:
             raise

@@ -69,6 +69,12 @@ def silence_other_ranks() -> None:
         sys.stdout = sys.stderr = open(os.devnull, "w")
 
 
+def show_error_of_machine() -> None:
+    """Let one process of each machine print an error that may be of this machine alone."""
+    if is_other_rank() and os.environ.get("LOCAL_RANK") == "0":
+        sys.stderr = sys.__stderr__
+
+
 def torchrun_command(shape: dict[str, int] | None) -> list[str]:
     """The words before "train" in a command that trains on a mesh."""
     if shape is None:
@@ -122,7 +128,7 @@ def local_device(device: torch.device, given: bool) -> torch.device:
         return device
     if given and device.index is not None:
         raise UsageError(f"--device must be cuda or cpu with --mesh, got {device}")
-    # Asked of all processes of a machine, so that rank 0, which prints, is one that raises.
+    # Asked of all processes of a machine, so that the one that prints is one that raises.
     started, count = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), gpu_count()
     if started > count:
         raise UsageError(

@@ -154,6 +154,20 @@ def test_a_mesh_needs_torchrun(capsys, pairs_file, tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
+def test_what_a_machine_lacks_is_said_once_there(capfd, pairs_file, tmp_path, monkeypatch):
+    """Also by a machine without rank 0."""
+    for name in ("stdout", "stderr"):  # which the command replaces
+        monkeypatch.setattr(sys, name, getattr(sys, name))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    for rank, shown in ((4, 1), (5, 0)):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(rank - 4))
+        words = ["train", "--data", str(pairs_file), "--out", str(tmp_path / "run")]
+        code, _, err = call(capfd, *words, "--mesh=data=4")
+        assert code == 2 and err.count("must have as many ranks as") == shown
+
+
 @pytest.mark.parametrize("mesh", ["2", "data", "data=0", "data=2,data=2", "pipe=2", "data=2,"])
 def test_a_mesh_is_sizes_of_known_dimensions(capsys, tmp_path, mesh):
     code, _, err = call(capsys, "train", "--out", str(tmp_path / "run"), "--mesh", mesh)

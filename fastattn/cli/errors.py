@@ -37,7 +37,7 @@ def report(error: BaseException, command: str) -> int | None:
     if isinstance(error, UsageError | OSError):
         return _fail(str(error))
     if isinstance(error, OverflowError | MemoryError):
-        return _fail(f"a number among the options is too large: {error or 'out of memory'}")
+        return _fail(f"a number among the options is too large: {str(error) or 'out of memory'}")
     # Raised by modules that are imported lazily, so matched by name.
     code = {
         "TextUnavailable": NO_TEXT, "TrainingDiverged": FAILED, "DamagedFile": WRONG_INPUT,

@@ -141,6 +141,13 @@ def test_options_out_of_range(capsys, run_folder, options, message):
     assert (code, out) == (2, "") and message in err
 
 
+def test_too_little_memory_has_words(capsys):
+    from fastattn.cli.errors import report
+
+    assert report(MemoryError(), "train") == 2
+    assert capsys.readouterr().err.endswith("is too large: out of memory\n")
+
+
 def test_the_smallest_nucleus_is_the_likeliest_token(capsys, run_folder):
     greedy = call(capsys, *_translate(run_folder, "karin six"))
     assert (

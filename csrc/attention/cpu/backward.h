@@ -676,8 +676,7 @@ void dmask(const Backward& a, Queue& queue, float* workspace) {
         *sums = std::accumulate(sums, sums + kTileKeys, 0.0f);
       }
       for (int64_t j = 0; j < kTileKeys && first_key + j < mask.sizes[3]; ++j) {
-        store_mask_value(mask, mask_offset(mask, b, h, first_row + r, first_key + j),
-                         sums[j]);
+        store_mask_value(mask, mask_offset(mask, b, h, first_row + r, first_key + j), sums[j]);
       }
     }
     return task;

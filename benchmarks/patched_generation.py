@@ -1,11 +1,12 @@
 """`generate` of transformers' encoder-decoders on the CPU before and after `fastattn.patch`.
 
     python -m benchmarks.patched_generation [--models marian bart t5] [--batches 1 8 32]
+                                            [--threads 1] [--json FILE]
 
-One thread, process CPU time, fp32, random weights: d512, 6 + 6 layers, vocabulary 32000, 32 source
-tokens, 32 new tokens (END's logit is 0), greedy and 4 beams. Both models are called
-alternately; the time is the median, after one call that records the step. The tokens must be equal.
-Peak memory is that of PyTorch's allocator in a later call.
+Process CPU time with one thread, else the time on the clock; fp32, random weights: d512, 6 + 6
+layers, vocabulary 32000, 32 source tokens, 32 new tokens (END's logit is 0), greedy and 4 beams.
+Both models are called alternately; the time is the median, after one call that records the step.
+The tokens must be equal. Peak memory is that of PyTorch's allocator in a later call.
 """
 
 from __future__ import annotations
@@ -15,15 +16,19 @@ import copy
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import fastattn
+from benchmarks.rows import measured_on
 from fastattn.ops import _env
+from fastattn.testing.check import write_json
 from fastattn.testing.timing import peak_memory
 
+CPU = torch.device("cpu")
 VOCABULARY = 32000
 PAD, BEGIN, END = 0, 1, 2
 SOURCE = NEW = 32
@@ -70,13 +75,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the rows")
     given = parser.parse_args(arguments)
     import transformers
 
-    torch.set_num_threads(1)
-    print(f"{_env.device_name(torch.device('cpu'))}, one thread, torch {_env.torch_version()}, "
+    torch.set_num_threads(given.threads)
+    where = _env.device_name(CPU)
+    print(f"{where}, {given.threads} threads, torch {_env.torch_version()}, "
           f"transformers {transformers.__version__}")  # fmt: skip
     print(f"{'':24} before ms   after ms  ratio  before MB  after MB")
+    rows: list[dict[str, Any]] = []
     for name in given.models:
         torch.manual_seed(0)
         before = MODELS[name]().eval()
@@ -86,10 +95,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         fastattn.patch(after, quiet=True)
         for batch in given.batches:
             for beams in BEAMS:
-                _measure(name, before, after, batch, beams, given.rounds)
+                rows.append(_measure(name, before, after, batch, beams, given.rounds))
+    if given.json:
+        versions = _env.versions() | {"transformers": transformers.__version__}
+        report = measured_on(where, versions) | {"threads": given.threads, "rows": rows}
+        write_json(given.json, report)
 
 
-def _measure(name: str, before: Any, after: Any, batch: int, beams: int, rounds: int) -> None:
+def _measure(
+    name: str, before: Any, after: Any, batch: int, beams: int, rounds: int
+) -> dict[str, Any]:
+    """Prints a row and returns it: times in ms, memory in MiB."""
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     source = torch.randint(END + 1, VOCABULARY, (batch, SOURCE))
 
     def generate(model: Any) -> Tensor:
@@ -106,19 +123,24 @@ def _measure(name: str, before: Any, after: Any, batch: int, beams: int, rounds:
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(rounds):
         for model, measured in zip((before, after), times, strict=True):
-            start = time.process_time()
+            start = clock()
             generate(model)
-            measured.append((time.process_time() - start) * 1e3)
+            measured.append((clock() - start) * 1e3)
     old, new = map(statistics.median, times)
     memory = [
-        peak_memory(lambda model=model: generate(model), torch.device("cpu")) / 2**20
-        for model in (before, after)
+        peak_memory(lambda model=model: generate(model), CPU) / 2**20 for model in (before, after)
     ]
     case = f"{name}, batch {batch}, " + (f"{beams} beams" if beams > 1 else "greedy")
     print(
         f"{case:24} {old:9.0f} {new:10.0f} {old / new:6.2f} {memory[0]:10.1f} {memory[1]:9.1f}",
         flush=True,
     )
+    figures = {"ms": (old, new), "mib": memory}
+    return {"model": name, "batch": batch, "beams": beams} | {
+        f"{what}_{when}": round(value, 3)
+        for what, values in figures.items()
+        for when, value in zip(("before", "after"), values, strict=True)
+    }
 
 
 if __name__ == "__main__":

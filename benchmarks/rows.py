@@ -145,6 +145,12 @@ def exceeds_bytes(row: Mapping[str, Any]) -> bool:
     return bool(row["ceiling_gbps"] and (row["gbps"] or 0) > _ABOVE * row["ceiling_gbps"])
 
 
+def measured_on(device: str, versions: Mapping[str, str]) -> dict[str, Any]:
+    """What a file of figures with fields of its own says of where and when they were measured."""
+    date = datetime.date.today().isoformat()
+    return {"device": device, "date": date, "commit": commit(), "versions": dict(versions)}
+
+
 @functools.cache
 def commit() -> str | None:
     """The commit, with "+" if the working tree differs; None outside a repository."""

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from benchmarks.implementations import Implementation, Task, fastattn_backends, peers
 from benchmarks.op_benchmark import draw_inputs
+from benchmarks.rows import measured_on
 from fastattn.ops import _env
 from fastattn.ops.attention.spec_workloads import SCORE_CHANGES, padded_workload
 from fastattn.testing.check import write_json
@@ -143,7 +144,7 @@ def main() -> None:
     print(f"{'':10} {'':18} {'scores':13} {'':12} {'ms':>9} {'ratio':>6} {'MiB more':>9}")
     rows = measure(not options.without_peers)
     if options.json:
-        report = {"device": where, "versions": _env.versions()}
+        report = measured_on(where, _env.versions())
         write_json(options.json, report | {"rows": [asdict(row) for row in rows]})
 
 

@@ -81,7 +81,7 @@ class _Program:
         self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
         self.is_recorded = True
         self._replay: Callable[[], None] | None = None
-        self._is_released = False
+        self._is_cache_released = self._is_step_released = False
 
     def prompt(self, model: Any, tokens: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
         """Logits `[B, P, V]` of tokens `[B, P]`; memory: `[B, N, E]`, mask: `[B, N]`."""
@@ -95,6 +95,10 @@ class _Program:
 
     def step(self, model: Any, tokens: Tensor) -> Tensor:
         """Logits `[B * K, 1, V]` after one more token of each row."""
+        if self._is_step_released:
+            assert isinstance(self._replay, Tape)
+            self._replay.allocate()
+            self._is_step_released = False
         self.tokens.copy_(tokens)
         state = self.cache.state
         length = state.length
@@ -117,18 +121,17 @@ class _Program:
         return self._replay is None
 
     def release(self) -> None:
-        """Frees the memory until `allocate`, except on a GPU, where a graph holds addresses."""
+        """Frees the memory until the next call, except on a GPU, where a graph holds addresses."""
         if isinstance(self._replay, Tape):
             self._replay.release()
             self.cache.release()
-            self._is_released = True
+            self._is_cache_released = self._is_step_released = True
 
     def allocate(self) -> None:
-        if self._is_released:
-            assert isinstance(self._replay, Tape)
-            self._replay.allocate()
+        """Allocates the cache; what the step computes is allocated after the prompt."""
+        if self._is_cache_released:
             self.cache.allocate()
-            self._is_released = False
+            self._is_cache_released = False
 
     def _run(self, model: Any) -> None:
         with _Products():

@@ -139,8 +139,7 @@ inline Product stored(const Matrix& a, const Matrix& b, const Tensor& out, const
 }
 
 // -- threads --------------------------------------------------------------------------------------
-// Whether a row's products, where they may be unpacked, have the same bits among any number of
-// rows.
+// Whether a row's products have the same bits among any number of rows, if their dtype can be.
 inline thread_local bool batch_invariant = false;
 
 // The workspace of an op that uses `used` floats and computes `work` multiply-adds.

@@ -132,6 +132,8 @@ struct Kernels {
   int panel;  // columns
   // Rows of the left operand up to which the right one is not packed, by dtype; 0: always packed.
   int unpacked_rows[3];
+  // Dtypes that are not converted: products in place are fast enough for any number of rows.
+  bool can_be_batch_invariant[3];
   void (*pack)(const Product&, int64_t first_panel, int64_t last_panel);
   void (*multiply)(const Product&, int64_t row_block, int64_t first_panel, int64_t last_panel,
                    float* workspace);

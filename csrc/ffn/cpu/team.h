@@ -35,8 +35,8 @@ struct Panels {
 class Team {
  public:
   // workspace: kWorkerFloats for each worker. batch_invariant: a row's products have the same bits
-  // among any number of rows, if its dtype may be unpacked. at_once: a single worker runs a step
-  // when it is added, and interleaves none.
+  // among any number of rows, if their dtype can be. at_once: a single worker runs a step when it
+  // is added, and interleaves none.
   Team(int64_t workers, float* workspace, bool batch_invariant, bool at_once = false)
       : workers_(workers),
         workspace_(workspace),
@@ -64,9 +64,9 @@ class Team {
       return -1;
     }
     const Kernels& isa = kernels();
-    const int unpacked_rows = isa.unpacked_rows[static_cast<int>(p.type)];
-    p.unpacked =
-        p.can_be_unpacked() && unpacked_rows > 0 && (batch_invariant_ || p.a.rows <= unpacked_rows);
+    const int type = static_cast<int>(p.type);
+    const bool any_rows = batch_invariant_ && isa.can_be_batch_invariant[type];
+    p.unpacked = p.can_be_unpacked() && (any_rows || p.a.rows <= isa.unpacked_rows[type]);
     const bool gated = p.gate > 0 && p.gate != p.b.columns;
     const int64_t count =
         gated ? ceil_div(p.gate, isa.panel / 2) : ceil_div(p.b.columns, isa.panel);

@@ -344,7 +344,8 @@ def test_double_backward(op: str) -> None:
         found.append([*first, *torch.autograd.grad(total, inputs)])
     for a, named, b in zip(*found, strict=True):
         assert torch.equal(a, named)
-        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+        size = b.abs().max().clamp_min(1.0)  # elements are sums of terms of this size
+        torch.testing.assert_close(a / size, b / size, atol=1e-5, rtol=1e-5)
 
 
 @each_op

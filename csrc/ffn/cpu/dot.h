@@ -108,7 +108,8 @@ void dot_block(const Product& p, int64_t first_row, int rows, int64_t first_pane
   const int64_t depth = p.a.columns, x_stride = p.a.row_stride, w_stride = p.b.column_stride;
   const T* x = static_cast<const T*>(p.a.data) + first_row * x_stride;
   const T* w = static_cast<const T*>(p.b.data);
-  const bool copies = rows >= kCopyRows && w_stride * sizeof(T) % kAliasBytes == 0;
+  const bool aliases = depth > 0 && w_stride * sizeof(T) % kAliasBytes == 0;
+  const bool copies = aliases && rows >= kCopyRows;
   const auto half_at = [&](int64_t h) { return half_of(p, first_panel + h / 2, h % 2); };
   T* copy = reinterpret_cast<T*>(workspace);
   int64_t d = 0;

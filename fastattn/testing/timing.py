@@ -352,6 +352,8 @@ def ceilings(device: torch.device, dtype: torch.dtype, plan: Plan | None = None)
     n, megabytes = (8192, 1024) if device.type == "cuda" else (1024, 64)
     if device.type == "cpu" and dtype == torch.float16:
         dtype = torch.bfloat16  # most CPUs have no fp16 matrix instructions
+    if device.type == "cpu" and _is_slow_product(dtype):
+        n = 256
     a = torch.randn(n, n, device=device, dtype=dtype)
     b = torch.randn(n, n, device=device, dtype=dtype)
     out = torch.empty_like(a)
@@ -384,6 +386,17 @@ def ceilings(device: torch.device, dtype: torch.dtype, plan: Plan | None = None)
         f"{short} matrix product {n}x{n}x{n}",
         f"copy of {megabytes} MiB",
     )
+
+
+def _is_slow_product(dtype: torch.dtype) -> bool:
+    """Whether PyTorch's products in this dtype take seconds on this CPU: in bf16 without AVX-512
+    they run at about 1 GFLOP/s.
+    """
+    x = torch.randn(256, 256, dtype=dtype)
+    torch.mm(x, x)
+    start = time.perf_counter()
+    torch.mm(x, x)
+    return time.perf_counter() - start > 0.005  # 7 GFLOP/s
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ import fastattn  # noqa: E402
 from fastattn.integrations import foreign_generation  # noqa: E402
 
 # The name of the cache in arguments and results.
-CACHE = "cache" if transformers.__version__ >= "5.24" else "past_key_values"
+OUTPUT_FIELDS = transformers.modeling_outputs.Seq2SeqLMOutput.__dataclass_fields__
+CACHE = "cache" if "cache" in OUTPUT_FIELDS else "past_key_values"
 SIZES = {
     "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
     "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,

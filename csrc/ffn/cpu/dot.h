@@ -16,9 +16,10 @@ constexpr int kUnpackedRows = 32;
 #else
 constexpr int kUnpackedRows = 16;
 #endif
-// Half precision is converted again for each tile that reads it. (A weight of 32000 x 512, one AVX2
-// thread: bf16 takes 1.9 ms instead of 6.8 for one row, 5.9 instead of 9.4 for 8.)
-constexpr int kUnpackedHalfRows = 8;
+// Half precision that is converted, again for each tile that reads it, is packed except with AVX2;
+// elsewhere this is not measured. (A weight of 32000 x 512, one AVX2 thread: bf16 takes 1.9 ms
+// instead of 6.8 for one row, 5.9 instead of 9.4 for 8.)
+constexpr int kUnpackedHalfRows = kLanes == 8 ? 8 : 0;
 // A tile has kLanes sums: 4 x 4, 2 x 4 or 2 x 2, or fewer rows times more columns.
 constexpr int kTileRows = kLanes == 4 ? 2 : kLanes / 4;
 // Bytes of a chunk of the depth: half a panel of the weight and a tile's rows stay in the L1 cache.

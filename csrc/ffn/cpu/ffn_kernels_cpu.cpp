@@ -329,15 +329,14 @@ inline void reduce(const float* partials, int64_t count, int64_t columns, void* 
   });
 }
 
-// Half precision that is converted is packed, except with AVX2: others are not measured.
-constexpr int kHalfRows = kLanes == 8 ? kUnpackedHalfRows : 0;
 constexpr bool kPairsBf16 = UnitsOf<BFloat16>::kDepth == 2;
-const Kernels kKernels = {kPanel,
-                          {kUnpackedRows, kPairsBf16 ? kUnpackedRows : kHalfRows, kHalfRows},
-                          {true, kPairsBf16, false},
-                          pack,
-                          multiply,
-                          drop_output,
-                          reduce};
+const Kernels kKernels = {
+    kPanel,
+    {kUnpackedRows, kPairsBf16 ? kUnpackedRows : kUnpackedHalfRows, kUnpackedHalfRows},
+    {true, kPairsBf16, false},
+    pack,
+    multiply,
+    drop_output,
+    reduce};
 
 }  // namespace fastattn::ffn::FASTATTN_ISA

@@ -42,6 +42,7 @@ using Float = float __attribute__((vector_size(4 * kLanes)));
 using Word = uint32_t __attribute__((vector_size(4 * kLanes)));
 using Mask = int32_t __attribute__((vector_size(4 * kLanes)));  // all bits of a lane set, or none
 using Short = uint16_t __attribute__((vector_size(2 * kLanes)));
+using Four = float __attribute__((vector_size(16)));
 using Byte = uint8_t __attribute__((vector_size(kLanes)));
 
 // -- bits ----------------------------------------------------------------------------------------
@@ -331,6 +332,17 @@ inline void store_sums(float* result, Float a, Float b, Float c, Float d) {
   const __m128 high =
       quarter(std::integral_constant<int, 2>{}) + quarter(std::integral_constant<int, 3>{});
   _mm_storeu_ps(result, low + high);
+#elif defined(__AVX2__)
+  // In the order of `sum`.
+  const auto add_halves = [](Float x, Float y) {
+    return bit_cast<__m256d>(Float(_mm256_permute2f128_ps(x, y, 0x20)) +
+                             Float(_mm256_permute2f128_ps(x, y, 0x31)));
+  };
+  const __m256d ac = add_halves(a, c), bd = add_halves(b, d);
+  const Float pairs =
+      bit_cast<Float>(_mm256_unpacklo_pd(ac, bd)) + bit_cast<Float>(_mm256_unpackhi_pd(ac, bd));
+  const __m128 ab = _mm256_castps256_ps128(pairs), cd = _mm256_extractf128_ps(pairs, 1);
+  _mm_storeu_ps(result, _mm_shuffle_ps(ab, cd, 0x88) + _mm_shuffle_ps(ab, cd, 0xDD));
 #else
   result[0] = sum(a);
   result[1] = sum(b);
@@ -339,23 +351,24 @@ inline void store_sums(float* result, Float a, Float b, Float c, Float d) {
 #endif
 }
 
-// Lane i: the sum of v[i]'s lanes.
-inline Float sum_each(const Float (&v)[kLanes]) {
+// The sum of each of kCount vectors, a multiple of 4.
+template <int kCount>
+inline void store_sums(float* result, const Float (&v)[kCount]) {
+  static_assert(kCount % 4 == 0);
 #if defined(__AVX512F__)
+  static_assert(kCount == 16);
   constexpr __mmask16 kAll = 0xFFFF;  // GCC 12 warns about the forms without a mask
   const auto add_quarters = [](Float a, Float b) {
     return Float(_mm512_maskz_shuffle_f32x4(kAll, a, b, 0x88)) +
            Float(_mm512_maskz_shuffle_f32x4(kAll, a, b, 0xDD));
   };
   const auto four = [&](int i) { return sum_in_quarters(v[i], v[i + 1], v[i + 2], v[i + 3]); };
-  return add_quarters(add_quarters(four(0), four(4)), add_quarters(four(8), four(12)));
-#elif defined(__AVX2__)
-  const Float low = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
-  const Float high = _mm256_hadd_ps(_mm256_hadd_ps(v[4], v[5]), _mm256_hadd_ps(v[6], v[7]));
-  return Float(_mm256_permute2f128_ps(low, high, 0x20)) +
-         Float(_mm256_permute2f128_ps(low, high, 0x31));
+  store(result, add_quarters(add_quarters(four(0), four(4)), add_quarters(four(8), four(12))));
 #else
-  return Float{sum(v[0]), sum(v[1]), sum(v[2]), sum(v[3])};
+#pragma GCC unroll 4
+  for (int i = 0; i < kCount; i += 4) {
+    store_sums(result + i, v[i], v[i + 1], v[i + 2], v[i + 3]);
+  }
 #endif
 }
 

@@ -6,8 +6,8 @@
 // while they are in the cache. A product packs its right operand into panels and divides the result
 // into blocks of rows and panels. One worker computes a block, every sum in one order, so the bits
 // depend neither on the number of threads nor on the block. With few rows a weight is not packed
-// (fp32, and bf16 where there are instructions for it) and sums have another order, which
-// batch-invariant products always use.
+// (fp32; half precision with AVX2, bf16 where there are instructions for it) and sums have another
+// order, which batch-invariant products always use.
 #pragma once
 
 #include <cstdint>
@@ -130,10 +130,9 @@ struct Output {
 
 struct Kernels {
   int panel;  // columns
-  // Rows of the left operand up to which the right one is not packed, by dtype; 0: always packed.
+  // Rows of the left operand up to which the right one is not packed, by dtype. Where it is not 0,
+  // products in place are fast enough for any number of rows, and can be batch-invariant.
   int unpacked_rows[3];
-  // Dtypes that are not converted: products in place are fast enough for any number of rows.
-  bool can_be_batch_invariant[3];
   void (*pack)(const Product&, int64_t first_panel, int64_t last_panel);
   void (*multiply)(const Product&, int64_t row_block, int64_t first_panel, int64_t last_panel,
                    float* workspace);

@@ -98,8 +98,8 @@ def test_threads_change_no_bit(activation: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype) -> None:
-    """Inside `batch_invariant`; fp16, and bf16 without instructions for it, use another order for
-    one and two rows.
+    """Inside `batch_invariant`; half precision that is packed uses another order for one and two
+    rows.
     """
     inputs = make_inputs(torch.Generator().manual_seed(0), dtype, rows=(150,), D=40, hidden=1090)
     x = inputs.pop("x")

@@ -10,18 +10,23 @@ namespace fastattn::ffn::FASTATTN_ISA {
 
 // Up to so many rows, packing a weight costs more than it saves. (All weights of a decoder, 19 MB,
 // one Zen 5 thread: without packing 1.6 times the speed for 4 rows, 1.15 for 16, 1 for 48. With
-// AVX2, whose tiles are smaller, a weight of 32000 x 512: 1.25 for 16 rows, 1 for 32.)
-#if defined(__AVX512F__)
-constexpr int kUnpackedRows = 32;
-#else
-constexpr int kUnpackedRows = 16;
-#endif
-// Half precision that is converted, again for each tile that reads it, is packed except with AVX2;
-// elsewhere this is not measured. (A weight of 32000 x 512, one AVX2 thread: bf16 takes 1.9 ms
-// instead of 6.8 for one row, 5.9 instead of 9.4 for 8.)
-constexpr int kUnpackedHalfRows = kLanes == 8 ? 8 : 0;
-// A tile has kLanes sums: 4 x 4, 2 x 4 or 2 x 2, or fewer rows times more columns.
-constexpr int kTileRows = kLanes == 4 ? 2 : kLanes / 4;
+// AVX2 a weight of 2048 x 512: 1.2 for 16 rows, 1.1 for 96 in fp32; 1.2 and 0.98 in bf16.) Half
+// precision that is converted, again for each tile that reads it, is packed except with AVX2;
+// elsewhere this is not measured.
+template <class T>
+constexpr int kUnpackedRows = kLanes == 8                                            ? kBlockRows
+                              : !std::is_same_v<T, float> && UnitsOf<T>::kDepth == 1 ? 0
+                              : kLanes == 16                                         ? 32
+                                                                                     : 16;
+// Sums of a tile in registers: 4 x 4 of 32 vector registers, 3 x 4 or 2 x 4 of 16. Fewer rows have
+// at least 4 columns, and so many that consecutive additions are independent.
+template <class T>
+constexpr int kTileRows = kLanes == 16                                 ? 4
+                          : kLanes == 4 || std::is_same_v<T, BFloat16> ? 2
+                                                                       : 3;
+constexpr int kTileColumns = 4;
+template <int kR>
+constexpr int kColumnsOf = kLanes / kR > kTileColumns ? kLanes / kR : kTileColumns;
 // Bytes of a chunk of the depth: half a panel of the weight and a tile's rows stay in the L1 cache.
 // Half as many cost 5 % more, for reducing over lanes.
 constexpr int kChunkBytes = 2048;
@@ -29,36 +34,69 @@ template <class T>
 constexpr int64_t kChunk = kChunkBytes / sizeof(T);
 // Rows of a weight that are a multiple of 4 KiB apart map to one set of the L1 cache: from
 // kCopyRows rows of x on they are copied (depth 1024, one Zen 5 thread, 48 rows: 180 GFLOP/s
-// instead of 157; depth 2048 with AVX2, 16 rows: 45 instead of 36, 8 rows: 34 instead of 30).
-constexpr int kAliasBytes = 4096, kCopyRows = kLanes == 16 ? 24 : 8;
+// instead of 157; depth 2048 with AVX2, 64 rows: 76 instead of 65, 8 rows: 53 instead of 63).
+constexpr int kAliasBytes = 4096, kCopyRows = kLanes == 16 ? 24 : 16;
+// With so few rows a row of w is read from its beginning to its end, otherwise a chunk of all rows
+// at a time, so that x stays in the cache (depth 2048 with AVX2, 512 columns: 1 row takes 115 us
+// instead of 131, 4 rows 181 instead of 213). Not measured elsewhere.
+constexpr int kFewRows = kLanes == 8 ? kCopyRows : 0;
 template <class T>
 constexpr int64_t kCopyPitch = (kChunkBytes + 64) / sizeof(T);
 static_assert(kLanes * (kChunkBytes + 64) <= kOperandFloats * static_cast<int64_t>(sizeof(float)));
 
-// sums [kR][kSumPitch] (+)= kR rows of x times kLanes / kR rows of w, of which `columns` exist,
+// Vectors along the depth, loaded in kParts parts.
+template <class T>
+struct DotUnits : UnitsOf<T> {
+  static constexpr int kParts = 1;
+  template <int>
+  static typename UnitsOf<T>::Vector part(const T* p, int n) {
+    return UnitsOf<T>::along(p, n);
+  }
+};
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// A shift makes floats of the even elements, a mask of the odd ones: faster than widening.
+template <>
+struct DotUnits<BFloat16> : Floats {
+  static constexpr int kDepth = 2, kParts = 2;
+  template <int kPart>
+  static Float part(const BFloat16* p, int n) {
+    const Word pairs = n >= kDepth * kLanes ? load_bits<Word>(p) : load_bits<Word>(p, n);
+    return bit_cast<Float>(kPart == 0 ? pairs << 16 : pairs & 0xFFFF0000u);
+  }
+};
+#endif
+
+// sums [kR][kSumPitch] (+)= kR rows of x times kColumnsOf<kR> rows of w, of which `columns` exist,
 // `numbers` deep. ahead: kAhead rows of w to prefetch, ahead_stride apart.
 template <class T, int kR, int kAhead, bool kWhole>
 inline __attribute__((always_inline)) void dot_tile(const T* x, int64_t x_stride, const T* w,
                                                     int64_t w_stride, int columns, int64_t numbers,
                                                     const T* ahead, int64_t ahead_stride,
                                                     float* sums, bool add) {
-  using C = UnitsOf<T>;
-  constexpr int kColumns = kLanes / kR, kStep = kLanes * C::kDepth;
-  Float c[kLanes] = {};
-  const auto step = [&](int64_t d, int count) {
+  using C = DotUnits<T>;
+  constexpr int kColumns = kColumnsOf<kR>, kStep = kLanes * C::kDepth;
+  Float c[kR * kColumns] = {};
+  const auto multiply = [&](auto part, int64_t d, int count) {
+    constexpr int kPart = decltype(part)::value;
     typename C::Vector a[kR];
 #pragma GCC unroll 4
     for (int i = 0; i < kR; ++i) {
-      a[i] = C::along(x + i * x_stride + d, count);
+      a[i] = C::template part<kPart>(x + i * x_stride + d, count);
     }
 #pragma GCC unroll 16
     for (int j = 0; j < kColumns; ++j) {
       const int64_t row = kWhole || j < columns ? j : columns - 1;
-      const auto b = C::along(w + row * w_stride + d, count);
+      const auto b = C::template part<kPart>(w + row * w_stride + d, count);
 #pragma GCC unroll 4
       for (int i = 0; i < kR; ++i) {
         c[i * kColumns + j] = C::products(a[i], b, c[i * kColumns + j]);
       }
+    }
+  };
+  const auto step = [&](int64_t d, int count) {
+    multiply(std::integral_constant<int, 0>{}, d, count);
+    if constexpr (C::kParts == 2) {
+      multiply(std::integral_constant<int, 1>{}, d, count);
     }
   };
   int64_t d = 0;
@@ -72,15 +110,13 @@ inline __attribute__((always_inline)) void dot_tile(const T* x, int64_t x_stride
   if (d < numbers) {
     step(d, static_cast<int>(numbers - d));
   }
-  float total[kLanes];
-  store(total, sum_each(c));
-#pragma GCC unroll 4
-  for (int i = 0; i < kR; ++i) {
+  float total[kR * kColumns];
+  store_sums(total, c);
 #pragma GCC unroll 16
-    for (int j = 0; j < kColumns; ++j) {
-      float& sum = sums[i * kSumPitch + j];
-      sum = add ? sum + total[i * kColumns + j] : total[i * kColumns + j];
-    }
+  for (int i = 0; i < kR * kColumns; i += 4) {
+    float* sum = sums + i / kColumns * kSumPitch + i % kColumns;
+    const Four v = load_bits<Four>(total + i);
+    store_bits(sum, add ? load_bits<Four>(sum) + v : v);
   }
 }
 
@@ -89,7 +125,7 @@ inline __attribute__((always_inline)) void dot_tile(const T* x, int64_t x_stride
 template <class T, int kR, int kAhead>
 void dot_rows(const T* x, int64_t x_stride, const T* w, int64_t w_stride, int columns,
               int64_t numbers, const T* ahead, int64_t ahead_stride, float* sums, bool add) {
-  constexpr int kColumns = kLanes / kR;
+  constexpr int kColumns = kColumnsOf<kR>;
   for (int j = 0; j < columns;
        j += kColumns, w += kColumns * w_stride, ahead += kColumns * ahead_stride) {
     if (columns - j >= kColumns) {
@@ -102,6 +138,52 @@ void dot_rows(const T* x, int64_t x_stride, const T* w, int64_t w_stride, int co
   }
 }
 
+// `rows` rows of x times the columns of half a panel. Tiles prefetch the next half panel, at
+// `ahead`, into the L2 cache, each its share of the rows. (Weights of 154 MB, one Zen 5 thread: 4
+// rows take 7.7 ms with one prefetched row a tile and 6.6 with four, 8 rows 8.2 and 7.6 with two.
+// One row takes 5.3 ms without and 5.6 with prefetching; with AVX2 a weight of 32000 x 512
+// takes 4.7 ms without and 3.2 with, in bf16 5.4 and 1.9.)
+template <class T>
+void dot_half(const T* x, int64_t x_stride, int rows, const T* w, int64_t w_stride, int columns,
+              int64_t numbers, const T* ahead, int64_t ahead_stride, float* sums, bool add) {
+  constexpr int kTile = kTileRows<T>;
+  constexpr bool kFewPrefetch = kLanes == 8;  // less than kTile rows
+  const auto run = [&](auto height, auto share, int r) {
+    constexpr int kR = decltype(height)::value, kAhead = decltype(share)::value;
+    const T* row = ahead + r / kTile * kAhead % kTileColumns * ahead_stride;
+    dot_rows<T, kR, kAhead>(x + r * x_stride, x_stride, w, w_stride, columns, numbers, row,
+                            ahead_stride, sums + r * kSumPitch, add);
+  };
+  const auto run_few = [&](auto height, int r) {
+    if (kFewPrefetch && r == 0) {
+      run(height, std::integral_constant<int, kColumnsOf<decltype(height)::value>>{}, r);
+    } else {
+      run(height, std::integral_constant<int, 0>{}, r);
+    }
+  };
+  const auto run_tiles = [&](auto share) {
+    int r = 0;
+    // The last four rows are two and two, not three and one.
+    const int high = kTile == 3 && rows % 3 == 1 ? rows - 4 : rows;
+    for (; r + kTile <= high; r += kTile) {
+      run(std::integral_constant<int, kTile>{}, share, r);
+    }
+    for (; kTile > 2 && r + 2 <= rows; r += 2) {
+      run_few(std::integral_constant<int, 2>{}, r);
+    }
+    if (r < rows) {
+      run_few(std::integral_constant<int, 1>{}, r);
+    }
+  };
+  if (rows < 2 * kTile) {
+    run_tiles(std::integral_constant<int, kTileColumns>{});
+  } else if (rows < 4 * kTile) {
+    run_tiles(std::integral_constant<int, kTileColumns / 2>{});
+  } else {
+    run_tiles(std::integral_constant<int, 1>{});
+  }
+}
+
 // As multiply_block, for a product that is `unpacked`.
 template <class T>
 void dot_block(const Product& p, int64_t first_row, int rows, int64_t first_panel,
@@ -111,67 +193,35 @@ void dot_block(const Product& p, int64_t first_row, int rows, int64_t first_pane
   const T* w = static_cast<const T*>(p.b.data);
   const bool aliases = depth > 0 && w_stride * sizeof(T) % kAliasBytes == 0;
   const bool copies = aliases && rows >= kCopyRows;
-  const auto half_at = [&](int64_t h) { return half_of(p, first_panel + h / 2, h % 2); };
   T* copy = reinterpret_cast<T*>(workspace);
-  int64_t d = 0;
-  do {
+  const int64_t chunks = depth > 0 ? ceil_div(depth, kChunk<T>) : 1;
+  const int64_t halves = 2 * (last_panel - first_panel), count = chunks * halves;
+  const bool by_halves = rows < kFewRows;
+  const auto half_at = [&](int64_t i) {
+    const int64_t h = by_halves ? i / chunks : i % halves;
+    return half_of(p, first_panel + h / 2, h % 2);
+  };
+  const auto depth_at = [&](int64_t i) {
+    return (by_halves ? i % chunks : i / halves) * kChunk<T>;
+  };
+  for (int64_t i = 0; i < count; ++i) {
+    const Half half = half_at(i);
+    const int64_t d = depth_at(i), next = i + 1 < count ? i + 1 : i;
     const int64_t numbers = depth - d < kChunk<T> ? depth - d : kChunk<T>;
-    for (int64_t h = 0; h < 2 * (last_panel - first_panel); ++h) {
-      const Half half = half_at(h);
-      const T* columns = w + half.first * w_stride + d;
-      int64_t stride = w_stride;
-      if (copies) {
-        for (int i = 0; i < half.count; ++i) {
-          memcpy(copy + i * kCopyPitch<T>, columns + i * stride, sizeof(T) * numbers);
-        }
-        columns = copy;
-        stride = kCopyPitch<T>;
+    const T* columns = w + half.first * w_stride + d;
+    int64_t stride = w_stride;
+    if (copies) {
+      for (int r = 0; r < half.count; ++r) {
+        memcpy(copy + r * kCopyPitch<T>, columns + r * stride, sizeof(T) * numbers);
       }
-      // Tiles prefetch the next half panel into the L2 cache, each its share of the rows. (Weights
-      // of 154 MB, one Zen 5 thread: 4 rows take 7.7 ms with one prefetched row a tile and 6.6 with
-      // four, 8 rows 8.2 and 7.6 with two. One row takes 5.3 ms without and 5.6 with prefetching;
-      // with AVX2 a weight of 32000 x 512 takes 4.7 ms without and 3.2 with, in bf16 5.4 and 1.9.)
-      constexpr bool kPrefetchesOne = kLanes == 8;
-      const bool last = h + 1 == 2 * (last_panel - first_panel);
-      const int64_t next = last ? half.first : half_at(h + 1).first;
-      const T* ahead = w + next * w_stride + d;
-      float* sum = workspace + kSumsAt + h * kLanes;
-      const auto run = [&](auto height, auto share, int r) {
-        constexpr int kR = decltype(height)::value, kAhead = decltype(share)::value;
-        const T* row = ahead + r / kTileRows * kAhead % (kLanes / kTileRows) * w_stride;
-        dot_rows<T, kR, kAhead>(x + r * x_stride + d, x_stride, columns, stride, half.count,
-                                numbers, row, w_stride, sum + r * kSumPitch, d > 0);
-      };
-      const auto run_tiles = [&](auto share) {
-        int r = 0;
-        for (; r + kTileRows <= rows; r += kTileRows) {
-          run(std::integral_constant<int, kTileRows>{}, share, r);
-        }
-        constexpr std::integral_constant<int, 0> kNone;
-        if (kTileRows > 2 && r + 2 <= rows) {
-          run(std::integral_constant<int, 2>{}, kNone, r);
-          r += 2;
-        }
-        if (r < rows) {
-          constexpr std::integral_constant<int, 1> kOne;
-          if (kPrefetchesOne && rows == 1) {
-            run(kOne, std::integral_constant<int, kLanes>{}, r);
-          } else {
-            run(kOne, kNone, r);
-          }
-        }
-      };
-      constexpr int kTileColumns = kLanes / kTileRows;
-      if (rows < 2 * kTileRows) {
-        run_tiles(std::integral_constant<int, kTileColumns>{});
-      } else if (rows < 4 * kTileRows) {
-        run_tiles(std::integral_constant<int, kTileColumns / 2>{});
-      } else {
-        run_tiles(std::integral_constant<int, 1>{});
-      }
+      columns = copy;
+      stride = kCopyPitch<T>;
     }
-    d += numbers;
-  } while (d < depth);
+    const int64_t h = by_halves ? i / chunks : i % halves;
+    dot_half(x + d, x_stride, rows, columns, stride, half.count, numbers,
+             w + half_at(next).first * w_stride + depth_at(next), w_stride,
+             workspace + kSumsAt + h * kLanes, d > 0);
+  }
 }
 
 }  // namespace fastattn::ffn::FASTATTN_ISA

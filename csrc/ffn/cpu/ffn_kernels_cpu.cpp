@@ -329,14 +329,9 @@ inline void reduce(const float* partials, int64_t count, int64_t columns, void* 
   });
 }
 
-constexpr bool kPairsBf16 = UnitsOf<BFloat16>::kDepth == 2;
 const Kernels kKernels = {
-    kPanel,
-    {kUnpackedRows, kPairsBf16 ? kUnpackedRows : kUnpackedHalfRows, kUnpackedHalfRows},
-    {true, kPairsBf16, false},
-    pack,
-    multiply,
-    drop_output,
-    reduce};
+    kPanel,      {kUnpackedRows<float>, kUnpackedRows<BFloat16>, kUnpackedRows<Float16>},
+    pack,        multiply,
+    drop_output, reduce};
 
 }  // namespace fastattn::ffn::FASTATTN_ISA

@@ -65,7 +65,7 @@ class Team {
     }
     const Kernels& isa = kernels();
     const int type = static_cast<int>(p.type);
-    const bool any_rows = batch_invariant_ && isa.can_be_batch_invariant[type];
+    const bool any_rows = batch_invariant_ && isa.unpacked_rows[type] > 0;
     p.unpacked = p.can_be_unpacked() && (any_rows || p.a.rows <= isa.unpacked_rows[type]);
     const bool gated = p.gate > 0 && p.gate != p.b.columns;
     const int64_t count =

@@ -60,13 +60,16 @@ class PackedKeys {
         kv_head_(of.kv_head),
         dead_(a, of.sequence, of.kv_head) {
     memset(memory.packed, 0, sizeof(float) * a.key_tiles());
-    if (C::kDepth == 1 && a.v.data && !a.pages.table && sequence_.keys > 0 &&
-        dead_.none(0, sequence_.keys)) {
+    const int live = dead_.live_end();
+    if (C::kDepth == 1 && a.v.data && !a.pages.table && live > 0) {
       const Operand<C> v =
           in_place<C>(a.type, a.v, key_offset(a.v, sequence_, kv_head_, 0), a.value_dim, kBlock);
       // Rows far apart map to few cache sets: only if they are read once.
       const bool once = sequence_.queries <= kTileRows && a.group() == 1;
-      v_in_place_ = once || v.stride == a.value_dim ? v : Operand<C>{};
+      const bool all_live = live <= kTileKeys
+                                ? v.data && no_key_is_dead(dead_, 0, live, v, a.value_dim)
+                                : dead_.none(0, live);
+      v_in_place_ = all_live && (once || v.stride == a.value_dim) ? v : Operand<C>{};
     }
   }
   bool holds(const QueryTile& at) const {
@@ -79,7 +82,7 @@ class PackedKeys {
     }
     memory_.packed[tile] = 1.0f;
     const int first = tile * kTileKeys;
-    const int count = smaller(kTileKeys, sequence_.keys - first);
+    const int count = smaller(kTileKeys, dead_.live_end() - first);
     if (!a_.pages.table) {
       return pack_run(tile, 0, count);
     }
@@ -107,6 +110,11 @@ class PackedKeys {
   // Packs `count` keys of a tile from `from` on, a multiple of kBlock, whose rows follow each
   // other.
   void pack_run(int tile, int from, int count) {
+    const int whole = count / kBlock * kBlock;
+    if (0 < whole && whole < count) {
+      pack_run(tile, from, whole);
+      return pack_run(tile, from + whole, count - whole);
+    }
     const int first = tile * kTileKeys + from, upto = round_up(count, kBlock);
     if (a_.k.data) {
       const Operand<C> k = rows_of(a_.k, first, count, upto, a_.head_dim);

@@ -10,14 +10,21 @@ namespace fastattn::ffn::FASTATTN_ISA {
 
 // Up to so many rows, packing a weight costs more than it saves. (All weights of a decoder, 19 MB,
 // one Zen 5 thread: without packing 1.6 times the speed for 4 rows, 1.15 for 16, 1 for 48. With
-// AVX2 a weight of 2048 x 512: 1.2 for 16 rows, 1.1 for 96 in fp32; 1.2 and 0.98 in bf16.) Half
-// precision that is converted, again for each tile that reads it, is packed except with AVX2;
-// elsewhere this is not measured.
+// AVX2 and 192 rows, weights of 512 x 512 to 512 x 32000: 1 to 1.2 in fp32 and fp16, 0.9 to 1.1 in
+// bf16.) Half precision that is converted, again for each tile that reads it, is packed except with
+// AVX2; elsewhere this is not measured.
 template <class T>
-constexpr int kUnpackedRows = kLanes == 8                                            ? kBlockRows
-                              : !std::is_same_v<T, float> && UnitsOf<T>::kDepth == 1 ? 0
-                              : kLanes == 16                                         ? 32
-                                                                                     : 16;
+constexpr bool kConverted = !std::is_same_v<T, float> && UnitsOf<T>::kDepth == 1;
+#if defined(__AVX512F__)
+template <class T>
+constexpr int kUnpackedRows = kConverted<T> ? 0 : 32;
+#elif defined(__AVX2__)
+template <class T>
+constexpr int kUnpackedRows = 2 * kBlockRows;
+#else
+template <class T>
+constexpr int kUnpackedRows = kConverted<T> ? 0 : 16;
+#endif
 // Sums of a tile in registers: 4 x 4 of 32 vector registers, 3 x 4 or 2 x 4 of 16. Fewer rows have
 // at least 4 columns, and so many that consecutive additions are independent.
 template <class T>

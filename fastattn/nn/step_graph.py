@@ -163,7 +163,9 @@ class _Recorder(TorchDispatchMode):
         self.used.append(_tensors([call.args, call.kwargs, call.targets]))
 
     def share_memory(self, results: Sequence[Tensor]) -> None:
-        """Gives a tensor the memory of one that no later call uses. `results` keep theirs."""
+        """Gives a tensor the memory of one that no later call uses. An elementwise operation may
+        write into an operand that is not used after it. `results` keep theirs.
+        """
         kept = {tensor.untyped_storage() for tensor in results}
         tensors: dict[torch.UntypedStorage, dict[int, Tensor]] = {}
         last: dict[torch.UntypedStorage, int] = {}
@@ -171,14 +173,24 @@ class _Recorder(TorchDispatchMode):
             for tensor in used:
                 storage = tensor.untyped_storage()
                 if storage in self.made and storage not in kept:
-                    tensors.setdefault(storage, {})[id(tensor)] = tensor  # in order of first use
+                    tensors.setdefault(storage, {})[id(tensor)] = tensor
                     last[storage] = i
         firsts = {storage: i for i, used in reversed([*enumerate(self.used)])
                   for storage in (tensor.untyped_storage() for tensor in used)}  # fmt: skip
+        for i, call in enumerate(self.calls):
+            for given, into in _overwritable(call):
+                if given in tensors and into in self.made and last[given] == i == firsts[into]:
+                    views = tensors.pop(given)
+                    if into in kept:
+                        _move(views, into)
+                    else:
+                        tensors[into] |= views
+                    firsts[into] = firsts[given]
+                    break
         made = {storage: size for storage, size in self.made.items() if storage in kept}
         busy: list[tuple[int, torch.UntypedStorage]] = []
         free: list[torch.UntypedStorage] = []
-        for storage, views in tensors.items():
+        for storage, views in sorted(tensors.items(), key=lambda item: firsts[item[0]]):
             free += [slot for end, slot in busy if end < firsts[storage]]
             busy = [(end, slot) for end, slot in busy if end >= firsts[storage]]
             size = self.made[storage]
@@ -187,13 +199,38 @@ class _Recorder(TorchDispatchMode):
                 slot = min(free, key=lambda s: (s.nbytes() < size, abs(s.nbytes() - size)))
                 free.remove(slot)
                 slot.resize_(max(size, slot.nbytes()))
-                for tensor in views.values():
-                    tensor.set_(slot, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
+                _move(views, slot)
             else:
                 slot = storage
             busy.append((last[storage], slot))
             made[slot] = slot.nbytes()
         self.made = made
+
+
+def _overwritable(call: Call) -> list[tuple[torch.UntypedStorage, torch.UntypedStorage]]:
+    """Of an elementwise operation: the memory of each operand that has the place of each element
+    where the result has it, and the result's memory.
+    """
+    out = call.kwargs.get("out")
+    if out is None or torch.Tag.pointwise not in call.op.tags:
+        return []
+
+    def form(x: Tensor) -> tuple[Any, ...]:
+        return x.dtype, x.shape, x.stride(), x.storage_offset(), x.untyped_storage().nbytes()
+
+    operands = _tensors(call.args)
+    storages = [x.untyped_storage() for x in operands]
+    return [
+        (storage, out.untyped_storage())
+        for x, storage in zip(operands, storages, strict=True)
+        if form(x) == form(out) and storages.count(storage) == 1
+    ]
+
+
+def _move(views: dict[int, Tensor], storage: torch.UntypedStorage) -> None:
+    """To the same places of another storage."""
+    for tensor in views.values():
+        tensor.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
 
 
 _DEPENDS_ON_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}

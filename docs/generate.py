@@ -336,6 +336,40 @@ def results() -> str:
     return report.to_markdown(report.summary(list(rows.read(paths)), images, tables=True), Path())
 
 
+def generation_results() -> str:
+    """Decoding beside other libraries on CPUs, and `generate` of patched models, as recorded."""
+    parts = []
+    for path in sorted((RESULTS / "generation").glob("*.jsonl")):
+        cases: dict[tuple[str, str], dict[str, Any]] = {}
+        for row in rows.read([path]):
+            cases.setdefault((row["workload"], row["dtype"]), {})[row["impl"]] = row
+        peers = ["ctranslate2", "onnxruntime", "marian"]
+        body = []
+        for (workload, dtype), found in cases.items():
+            ours = found["fastattn"]["ms_median"]
+            times = [found[peer]["ms_median"] if peer in found else None for peer in peers]
+            cells = [f"{ms:.0f} ms, {ms / ours:.2f}" if ms else "" for ms in times]
+            body.append([f"`{workload}`", dtype, f"{ours:.0f} ms", *cells])
+        row = next(rows.read([path]))
+        parts.append(f"{row['cpu']}, threads: {row['threads']}, commit {row['commit']}. Of other "
+                     "libraries, also their time over fastattn's.\n\n"
+                     + table(["workload", "dtype", "fastattn", *peers], body))  # fmt: skip
+    for path in sorted((RESULTS / "generation").glob("*.json")):
+        report_of = json.loads(path.read_text())
+        body = [
+            [row["model"], str(row["batch"]), str(row["beams"])]
+            + [f"{row['ms_before']:.0f} ms", f"{row['ms_after']:.0f} ms"]
+            + [f"{row['ms_before'] / row['ms_after']:.2f}"]
+            + [f"{row['mib_before']:.1f} MiB", f"{row['mib_after']:.1f} MiB"]
+            for row in report_of["rows"]
+        ]
+        head = ["model", "batch", "beams", "before", "after", "ratio", "peak before", "peak after"]
+        parts.append(f"`generate` before and after `fastattn.patch`, fp32: {report_of['device']}, "
+                     f"threads: {report_of['threads']}, commit {report_of['commit']}.\n\n"
+                     + table(head, body))  # fmt: skip
+    return "\n\n".join(parts)
+
+
 def ablation_checks(name: str) -> str:
     """What was expected of an experiment, and what was found."""
     checks = [
@@ -454,6 +488,7 @@ TEXTS: dict[str, Callable[[], str]] = {
     "support": support,
     "op_families": op_families,
     "results": results,
+    "generation_results": generation_results,
     "scaling_machines": scaling_machines,
     "scaling_volumes": scaling_volumes,
     "scaling_thresholds": scaling_thresholds,

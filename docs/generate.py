@@ -340,8 +340,9 @@ def generation_results() -> str:
     """Decoding beside other libraries on CPUs, and `generate` of patched models, as recorded."""
     parts = []
     for path in sorted((RESULTS / "generation").glob("*.jsonl")):
+        measured = list(rows.read([path]))
         cases: dict[tuple[str, str], dict[str, Any]] = {}
-        for row in rows.read([path]):
+        for row in measured:
             cases.setdefault((row["workload"], row["dtype"]), {})[row["impl"]] = row
         peers = ["ctranslate2", "onnxruntime", "marian"]
         body = []
@@ -350,17 +351,23 @@ def generation_results() -> str:
             times = [found[peer]["ms_median"] if peer in found else None for peer in peers]
             cells = [f"{ms:.0f} ms, {ms / ours:.2f}" if ms else "" for ms in times]
             body.append([f"`{workload}`", dtype, f"{ours:.0f} ms", *cells])
-        row = next(rows.read([path]))
-        parts.append(f"{row['cpu']}, threads: {row['threads']}, commit {row['commit']}. Of other "
-                     "libraries, also their time over fastattn's.\n\n"
+        commits = ", ".join(dict.fromkeys(row["commit"] for row in measured))
+        parts.append(f"{measured[0]['cpu']}, threads: {measured[0]['threads']}, commits {commits}. "
+                     "Of other libraries, also their time over fastattn's.\n\n"
                      + table(["workload", "dtype", "fastattn", *peers], body))  # fmt: skip
     for path in sorted((RESULTS / "generation").glob("*.json")):
         report_of = json.loads(path.read_text())
         body = [
-            [row["model"], str(row["batch"]), str(row["beams"])]
-            + [f"{row['ms_before']:.0f} ms", f"{row['ms_after']:.0f} ms"]
-            + [f"{row['ms_before'] / row['ms_after']:.2f}"]
-            + [f"{row['mib_before']:.1f} MiB", f"{row['mib_after']:.1f} MiB"]
+            [
+                row["model"],
+                str(row["batch"]),
+                str(row["beams"]),
+                f"{row['ms_before']:.0f} ms",
+                f"{row['ms_after']:.0f} ms",
+                f"{row['ms_before'] / row['ms_after']:.2f}",
+                f"{row['mib_before']:.1f} MiB",
+                f"{row['mib_after']:.1f} MiB",
+            ]
             for row in report_of["rows"]
         ]
         head = ["model", "batch", "beams", "before", "after", "ratio", "peak before", "peak after"]

@@ -6,8 +6,8 @@
 // while they are in the cache. A product packs its right operand into panels and divides the result
 // into blocks of rows and panels. One worker computes a block, every sum in one order, so the bits
 // depend neither on the number of threads nor on the block. With few rows a weight is not packed
-// (fp32; half precision with AVX2, bf16 where there are instructions for it) and sums have another
-// order, which batch-invariant products always use.
+// (fp32; bf16 with AVX-512; half precision with AVX2 alone) and sums have another order, which
+// batch-invariant products always use.
 #pragma once
 
 #include <cstdint>

@@ -163,8 +163,8 @@ class _Recorder(TorchDispatchMode):
         self.used.append(_tensors([call.args, call.kwargs, call.targets]))
 
     def share_memory(self, results: Sequence[Tensor]) -> None:
-        """Gives a tensor the memory of one that no later call uses. An elementwise operation may
-        write into an operand that is not used after it. `results` keep theirs.
+        """Gives a tensor the memory of one that no later call uses. An elementwise operation writes
+        its result into an operand that no later call uses. `results` keep their memory.
         """
         kept = {tensor.untyped_storage() for tensor in results}
         tensors: dict[torch.UntypedStorage, dict[int, Tensor]] = {}
@@ -179,7 +179,8 @@ class _Recorder(TorchDispatchMode):
                   for storage in (tensor.untyped_storage() for tensor in used)}  # fmt: skip
         for i, call in enumerate(self.calls):
             for given, into in _overwritable(call):
-                if given in tensors and into in self.made and last[given] == i == firsts[into]:
+                joins = given != into and given in tensors and into in self.made
+                if joins and last[given] == i == firsts[into]:
                     views = tensors.pop(given)
                     if into in kept:
                         _move(views, into)
@@ -199,17 +200,17 @@ class _Recorder(TorchDispatchMode):
                 slot = min(free, key=lambda s: (s.nbytes() < size, abs(s.nbytes() - size)))
                 free.remove(slot)
                 slot.resize_(max(size, slot.nbytes()))
-                _move(views, slot)
             else:
                 slot = storage
+            _move(views, slot)
             busy.append((last[storage], slot))
             made[slot] = slot.nbytes()
         self.made = made
 
 
 def _overwritable(call: Call) -> list[tuple[torch.UntypedStorage, torch.UntypedStorage]]:
-    """Of an elementwise operation: the memory of each operand that has the place of each element
-    where the result has it, and the result's memory.
+    """Of an elementwise operation with `out`: the storages of each operand that has the dtype and
+    the layout of the result, and of the result.
     """
     out = call.kwargs.get("out")
     if out is None or torch.Tag.pointwise not in call.op.tags:

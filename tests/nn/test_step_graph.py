@@ -154,16 +154,17 @@ def test_on_other_devices_the_step_is_called(monkeypatch):
 
 
 def test_shared_memory():
-    x, results = torch.arange(1.0, 5.0), []
+    x, results, others = torch.arange(1.0, 5.0), [], []
 
     def step() -> None:
         a = x * 2
         b = a + 1
-        results[:] = [b * a, (b - a).sum()]
-        results.append(results[0] * 3 + 1)
+        results[:] = [b * a, (difference := b - a).sum()]
+        results.append((tripled := results[0] * 3) + 1)
+        others[:] = [a, b, difference, tripled]
 
     alone, shared = Tape(step), Tape(step, lambda: [results[0], results[2]])
-    # b - a overwrites b, of which nothing is read later; what is times 3 is made where its sum is.
+    # With shared memory, `difference` overwrites b, and a result overwrites `tripled`.
     for advance, buffers in ((alone, 7), (shared, 4)):
         for _ in range(3):
             advance()
@@ -171,8 +172,11 @@ def test_shared_memory():
             assert results[2].tolist() == [(2 * n + 1) * 6 * n + 1 for n in x.tolist()]
             x.add_(1)
         assert len(advance._made) == buffers
+        b, difference = others[1:3]
+        assert (b.data_ptr() == difference.data_ptr()) == (advance is shared)
+        assert (others[3].data_ptr() == results[2].data_ptr()) == (advance is shared)
         advance.release()
-        assert results[0].untyped_storage().nbytes() == 0
+        assert all(made.untyped_storage().nbytes() == 0 for made in results + others)
         advance.allocate()
         advance()
         assert results[0].tolist() == [(2 * n + 1) * 2 * n for n in x.tolist()]

@@ -66,10 +66,11 @@ class PackedKeys {
           in_place<C>(a.type, a.v, key_offset(a.v, sequence_, kv_head_, 0), a.value_dim, kBlock);
       // Rows far apart map to few cache sets: only if they are read once.
       const bool once = sequence_.queries <= kTileRows && a.group() == 1;
-      const bool all_live = live <= kTileKeys
-                                ? v.data && no_key_is_dead(dead_, 0, live, v, a.value_dim)
-                                : dead_.none(0, live);
-      v_in_place_ = all_live && (once || v.stride == a.value_dim) ? v : Operand<C>{};
+      if (v.data && (once || v.stride == a.value_dim) &&
+          (live <= kTileKeys ? no_key_is_dead(dead_, 0, live, v, a.value_dim)
+                             : dead_.none(0, live))) {
+        v_in_place_ = v;
+      }
     }
   }
   bool holds(const QueryTile& at) const {

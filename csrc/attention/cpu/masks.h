@@ -404,7 +404,7 @@ class DeadKeys {
   };
   OfTile of_tile(int first) const { return {*this, first}; }
 
-  // The first key after which all are known to be dead before they are read.
+  // This key and all after it are known to be dead before they are read.
   int live_end() const { return live_.end; }
   // Whether none of these keys is dead, whatever they contain.
   bool none(int first, int count) const {

@@ -154,7 +154,7 @@ template <class T>
 void dot_half(const T* x, int64_t x_stride, int rows, const T* w, int64_t w_stride, int columns,
               int64_t numbers, const T* ahead, int64_t ahead_stride, float* sums, bool add) {
   constexpr int kTile = kTileRows<T>;
-  constexpr bool kFewPrefetch = kLanes == 8;  // less than kTile rows
+  constexpr bool kFewPrefetch = kLanes == 8;  // the first tile of up to 4 rows
   const auto run = [&](auto height, auto share, int r) {
     constexpr int kR = decltype(height)::value, kAhead = decltype(share)::value;
     const T* row = ahead + r / kTile * kAhead % kTileColumns * ahead_stride;

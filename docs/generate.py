@@ -347,10 +347,10 @@ def generation_results() -> str:
         peers = ["ctranslate2", "onnxruntime", "marian"]
         body = []
         for (workload, dtype), found in cases.items():
-            ours = found["fastattn"]["ms_median"]
+            fastattn_ms = found["fastattn"]["ms_median"]
             times = [found[peer]["ms_median"] if peer in found else None for peer in peers]
-            cells = [f"{ms:.0f} ms, {ms / ours:.2f}" if ms else "" for ms in times]
-            body.append([f"`{workload}`", dtype, f"{ours:.0f} ms", *cells])
+            cells = [f"{ms:.0f} ms, {ms / fastattn_ms:.2f}" if ms else "" for ms in times]
+            body.append([f"`{workload}`", dtype, f"{fastattn_ms:.0f} ms", *cells])
         commits = ", ".join(dict.fromkeys(row["commit"] for row in measured))
         parts.append(f"{measured[0]['cpu']}, threads: {measured[0]['threads']}, commits {commits}. "
                      "Of other libraries, also their time over fastattn's.\n\n"

@@ -183,7 +183,7 @@ def test_shared_memory():
 
 
 def test_an_operand_that_is_read_elsewhere_is_not_overwritten():
-    """Not by another element's result, nor by a result of another layout or dtype."""
+    """Not if results of other elements need it too, nor by a result of another layout or dtype."""
     x, results = torch.arange(1.0, 5.0).view(2, 2), []
 
     def step() -> None:

@@ -413,7 +413,7 @@ void decode_split(const Forward& a, const Sequence& sequence, int64_t kv_head, i
   const bool in_memory = numbers * static_cast<int64_t>(sizeof(T)) > kCachedBytes;
   // The hardware prefetcher stops at the end of a page. With one head too little is computed with a
   // key to hide prefetches. (Pages of 16 keys, fp32, one Zen 4 thread with AVX2, time over that of
-  // contiguous keys: 32 heads over 8, 1024 keys of 128: 1.05 with and 1.29 without; 8 heads over 8,
+  // contiguous keys: 32 heads over 8, 1024 keys of 128: 1.11 with and 1.29 without; 8 heads over 8,
   // 512 keys of 64: 1.34 with and 1.22 without.)
   const bool in_pages = kPaged && heads > 1;
   const float scale_log2 = a.score_scale() * kLog2E;

@@ -43,13 +43,13 @@ constexpr int64_t kChunk = kChunkBytes / sizeof(T);
 // kCopyRows rows of x on they are copied (depth 1024, one Zen 5 thread, 48 rows: 180 GFLOP/s
 // instead of 157; depth 2048 with AVX2, 64 rows: 76 instead of 65, 8 rows: 53 instead of 63).
 constexpr int kAliasBytes = 4096, kCopyRows = kLanes == 16 ? 24 : 16;
-// With so few rows a row of w is read from its beginning to its end, otherwise a chunk of all rows
-// at a time, so that x stays in the cache (depth 2048 with AVX2, 512 columns: 1 row takes 115 us
-// instead of 131, 4 rows 181 instead of 213). Not measured elsewhere.
-constexpr int kFewRows = kLanes == 8 ? kCopyRows : 0;
 template <class T>
 constexpr int64_t kCopyPitch = (kChunkBytes + 64) / sizeof(T);
 static_assert(kLanes * (kChunkBytes + 64) <= kOperandFloats * static_cast<int64_t>(sizeof(float)));
+// With fewer rows of x a row of w is read from its beginning to its end, otherwise a chunk of all
+// rows at a time, so that x stays in the cache (depth 2048 with AVX2, 512 columns: 1 row takes 115
+// us instead of 131, 4 rows 181 instead of 213). Not measured elsewhere.
+constexpr int kFewRows = kLanes == 8 ? kCopyRows : 0;
 
 // Vectors along the depth, loaded in kParts parts.
 template <class T>
@@ -149,7 +149,7 @@ void dot_rows(const T* x, int64_t x_stride, const T* w, int64_t w_stride, int co
 // `ahead`, into the L2 cache, each its share of the rows. (Weights of 154 MB, one Zen 5 thread: 4
 // rows take 7.7 ms with one prefetched row a tile and 6.6 with four, 8 rows 8.2 and 7.6 with two.
 // One row takes 5.3 ms without and 5.6 with prefetching; with AVX2 a weight of 32000 x 512
-// takes 4.7 ms without and 3.2 with, in bf16 5.4 and 1.9.)
+// takes 4.7 ms without and 3.2 with.)
 template <class T>
 void dot_half(const T* x, int64_t x_stride, int rows, const T* w, int64_t w_stride, int columns,
               int64_t numbers, const T* ahead, int64_t ahead_stride, float* sums, bool add) {
@@ -204,16 +204,18 @@ void dot_block(const Product& p, int64_t first_row, int rows, int64_t first_pane
   const int64_t chunks = depth > 0 ? ceil_div(depth, kChunk<T>) : 1;
   const int64_t halves = 2 * (last_panel - first_panel), count = chunks * halves;
   const bool by_halves = rows < kFewRows;
-  const auto half_at = [&](int64_t i) {
-    const int64_t h = by_halves ? i / chunks : i % halves;
-    return half_of(p, first_panel + h / 2, h % 2);
+  struct Part {
+    int64_t h, d;
+    Half half;
   };
-  const auto depth_at = [&](int64_t i) {
-    return (by_halves ? i % chunks : i / halves) * kChunk<T>;
+  const auto part = [&](int64_t i) {
+    const int64_t h = by_halves ? i / chunks : i % halves;
+    const int64_t d = (by_halves ? i % chunks : i / halves) * kChunk<T>;
+    return Part{h, d, half_of(p, first_panel + h / 2, h % 2)};
   };
   for (int64_t i = 0; i < count; ++i) {
-    const Half half = half_at(i);
-    const int64_t d = depth_at(i), next = i + 1 < count ? i + 1 : i;
+    const auto [h, d, half] = part(i);
+    const Part next = part(i + 1 < count ? i + 1 : i);
     const int64_t numbers = depth - d < kChunk<T> ? depth - d : kChunk<T>;
     const T* columns = w + half.first * w_stride + d;
     int64_t stride = w_stride;
@@ -224,10 +226,9 @@ void dot_block(const Product& p, int64_t first_row, int rows, int64_t first_pane
       columns = copy;
       stride = kCopyPitch<T>;
     }
-    const int64_t h = by_halves ? i / chunks : i % halves;
     dot_half(x + d, x_stride, rows, columns, stride, half.count, numbers,
-             w + half_at(next).first * w_stride + depth_at(next), w_stride,
-             workspace + kSumsAt + h * kLanes, d > 0);
+             w + next.half.first * w_stride + next.d, w_stride, workspace + kSumsAt + h * kLanes,
+             d > 0);
   }
 }
 

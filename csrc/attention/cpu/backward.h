@@ -344,7 +344,7 @@ inline Float row_products(const T* x, const T* y, int dim) {
 #if defined(__AVX512BF16__)
 inline Float row_products(const BFloat16* x, const BFloat16* y, int dim) {
   Float total[1][1] = {};
-  products(reinterpret_cast<const uint32_t*>(x), 0, Rows<BFloat16>{y, 0, 1, dim, false}, 0, total);
+  products(reinterpret_cast<const uint32_t*>(x), 0, y, 0, dim, total);
   return total[0][0];
 }
 #endif

@@ -7,98 +7,88 @@
 
 namespace fastattn::attention::FASTATTN_ISA {
 
-// Rows that are processed together. Those of a tile begin at a multiple of it, so that no group is
-// in two pages.
+// Rows that are processed together. Groups begin at multiples of it, so that none is in two pages.
 constexpr int kGroup = 4;
 static_assert(kTileKeys % kGroup == 0 && kLeastPage % kGroup == 0);
 
-// Keys or values of one head, row after row; row j of a run in pages is row j of the tile's.
-template <class T, bool kPaged = false>
+// Keys or values of one head, at most a tile's: one row after another, or in pages.
+template <class T, bool kPaged>
 struct Rows {
-  const T* data;
+  const T* groups[kPaged ? kTileKeys / kGroup : 1];
   int64_t stride;
-  int count, dim;
-  bool prefetch_all;
+  int count = 0, dim = 0;
+  bool prefetch_all = false;
 
-  const T* at(int j) const { return data + j * stride; }
-  static constexpr int runs() { return 1; }
-  const Rows& run(int) const { return *this; }
-  static constexpr int run_of(int, int) { return 0; }
-};
-// Those of a tile in pages: runs of rows that follow each other. Groups of kGroup rows are in one
-// run.
-template <class T>
-struct Rows<T, true> {
-  static constexpr int kRuns = kTileKeys / kLeastPage + 1;  // the first may begin inside a page
-
-  int run_count = 0, count = 0;
-  int dim;
-  bool prefetch_all;
-  int64_t stride;
-  const T* data[kRuns];  // of row 0, if it were in the run
-  int end[kRuns];
-
-  Rows() {}  // sets no run: there is one for each tile
-  int runs() const { return run_count; }
-  Rows<T> run(int r) const { return {data[r], stride, end[r], dim, prefetch_all}; }
-  int run_of(int j, int r) const {  // from run r on
-    while (j >= end[r]) {
-      ++r;
-    }
-    return r;
-  }
+  Rows() {}  // leaves `groups` as it is
+  // Row j, the first of a group; the group's other rows follow.
+  const T* group(int j) const { return kPaged ? groups[j / kGroup] : groups[0] + j * stride; }
 };
 
-// Prefetches a row. The hardware prefetcher follows contiguous rows, but not their first ones, nor
-// rows far apart, nor far enough ahead for main memory. always_inline: GCC 12 removes calls of a
-// function without side effects.
-template <class T>
-__attribute__((always_inline)) inline void prefetch(const Rows<T>& rows, int j) {
-  constexpr int kLine = 64 / sizeof(T), kBeginning = 4096 / sizeof(T);
-  if (j < rows.count && (rows.prefetch_all || j * rows.dim < kBeginning)) {
-    for (int d = 0; d < rows.dim; d += kLine) {
-      __builtin_prefetch(rows.at(j) + d);
-    }
+// Prefetches rows into L2, a few at a time beside computations. The hardware prefetcher follows
+// contiguous rows, but not their first ones, nor rows far apart, nor far enough ahead for main
+// memory. L2, because prefetches into L1 occupy the few buffers that its misses need (pages of 4 KB
+// from main memory, one Zen 4 thread: 24 GB/s, and 15 into L1).
+template <class T, bool kPaged>
+class Prefetch {
+ public:
+  explicit Prefetch(const Rows<T, kPaged>& rows) : rows_(rows) {
+    constexpr int kBeginning = 4096 / sizeof(T);
+    end_ = rows.prefetch_all ? rows.count : smaller(rows.count, kBeginning / larger(rows.dim, 1));
   }
-}
 
-// `count` keys (or values) of a sequence from `first` on, a multiple of kGroup, at most kTileKeys.
+  // The next group; whether there was one. always_inline: GCC 12 removes calls of a function
+  // without side effects.
+  __attribute__((always_inline)) bool next() {
+    if (j_ >= end_) {
+      return false;
+    }
+    constexpr int kLine = 64 / sizeof(T);
+    const T* row = rows_.group(j_);
+    for (int i = 0; i < kGroup && j_ + i < end_; ++i, row += rows_.stride) {
+      for (int d = 0; d < rows_.dim; d += kLine) {
+        __builtin_prefetch(row + d, 0, 2);
+      }
+    }
+    j_ += kGroup;
+    return true;
+  }
+
+ private:
+  const Rows<T, kPaged>& rows_;
+  int j_ = 0, end_;
+};
+
+// `count` keys (or values) of a sequence from `first` on, a multiple of kGroup.
 template <class T, bool kPaged>
 inline Rows<T, kPaged> rows_of_keys(const Problem& a, const TensorView& x, const Sequence& s,
                                     int64_t h, int first, int count, int dim, bool prefetch_all) {
+  Rows<T, kPaged> rows;
+  rows.stride = x.row_stride;
+  rows.count = count;
+  rows.dim = dim;
+  rows.prefetch_all = prefetch_all;
   const T* data = static_cast<const T*>(x.data);
-  if constexpr (!kPaged) {
-    return {data + key_offset(x, s, h, first), x.row_stride, count, dim, prefetch_all};
-  } else {
-    Rows<T, true> rows;
-    rows.stride = x.row_stride;
-    rows.count = count;
-    rows.dim = dim;
-    rows.prefetch_all = prefetch_all;
+  if constexpr (kPaged) {
     const int32_t* page = a.pages.table + s.b * a.pages.per_sequence + (first >> a.pages.shift);
-    int in_page = first & (a.pages.size - 1);
-    for (int j = 0; j < count; ++page) {
-      const int r = rows.run_count++;
-      rows.data[r] =
-          data + *page * x.batch_stride + h * x.head_stride + (in_page - j) * x.row_stride;
-      j = smaller(j + a.pages.size - in_page, count);
-      rows.end[r] = j;
-      in_page = 0;
+    int row = first & (a.pages.size - 1);
+    for (int j = 0; j < count; ++page, row = 0) {
+      const T* group = data + *page * x.batch_stride + h * x.head_stride + row * x.row_stride;
+      for (; row < a.pages.size && j < count; row += kGroup, j += kGroup) {
+        rows.groups[j / kGroup] = group;
+        group += kGroup * x.row_stride;
+      }
     }
-    return rows;
+  } else {
+    rows.groups[0] = data + key_offset(x, s, h, first);
   }
+  return rows;
 }
 
-// Bytes of keys and values above which they are assumed to be in main memory (one Zen 5 thread, 33
-// MB of fp32: 0.77 ms if all rows are prefetched, 1.15 if only beginnings; 8 MB: 116 and 105 us).
+// Bytes of keys and values above which they are assumed to be in main memory.
 constexpr int64_t kCachedBytes = 12 << 20;
 
 // Heads that use the same load of keys and values.
-#if defined(__AVX512F__)
 constexpr int kHeadsAtOnce = 2;
-#else
-constexpr int kHeadsAtOnce = 1;
-#endif
 
 // Calls run(first head, number of heads as an integral constant) for each bundle of heads.
 template <class Run>
@@ -113,14 +103,17 @@ inline __attribute__((always_inline)) void for_bundles(int heads, const Run& run
 }
 
 // -- scores --------------------------------------------------------------------------------------
-// Products of kHeads queries (rows of `width` units) with kKeys keys from j on, not summed over
-// lanes.
+// Products of kHeads queries (rows of `width` units) with kKeys keys, not summed over lanes. Their
+// loops are unrolled, so that GCC keeps c in registers.
 template <int kHeads, int kKeys, class T>
-inline __attribute__((always_inline)) void products(const float* q, int64_t width, const Rows<T>& k,
-                                                    int j, Float (&c)[kHeads][kKeys]) {
-  for_vectors(k.dim, [&](auto lanes, int64_t d) __attribute__((always_inline)) {
+inline __attribute__((always_inline)) void products(const float* q, int64_t width, const T* keys,
+                                                    int64_t stride, int dim,
+                                                    Float (&c)[kHeads][kKeys]) {
+  for_vectors(dim, [&](auto lanes, int64_t d) __attribute__((always_inline)) {
+#pragma GCC unroll 4
     for (int i = 0; i < kKeys; ++i) {
-      const Float key = lanes.load(k.at(j + i) + d);
+      const Float key = lanes.load(keys + i * stride + d);
+#pragma GCC unroll 2
       for (int h = 0; h < kHeads; ++h) {
         c[h][i] = fma(load(q + h * width + d), key, c[h][i]);
       }
@@ -130,12 +123,14 @@ inline __attribute__((always_inline)) void products(const float* q, int64_t widt
 #if defined(__AVX512BF16__)
 template <int kHeads, int kKeys>
 inline __attribute__((always_inline)) void products(const uint32_t* q, int64_t width,
-                                                    const Rows<BFloat16>& k, int j,
+                                                    const BFloat16* keys, int64_t stride, int dim,
                                                     Float (&c)[kHeads][kKeys]) {
   constexpr int kStep = 2 * kLanes;
   const auto step = [&](__mmask32 in, int d) __attribute__((always_inline)) {
+#pragma GCC unroll 4
     for (int i = 0; i < kKeys; ++i) {
-      const auto key = bit_cast<__m512bh>(_mm512_maskz_loadu_epi16(in, k.at(j + i) + d));
+      const auto key = bit_cast<__m512bh>(_mm512_maskz_loadu_epi16(in, keys + i * stride + d));
+#pragma GCC unroll 2
       for (int h = 0; h < kHeads; ++h) {
         // Memory after the query may hold NaN, and NaN times a key's 0 is NaN.
         const __m512i query = _mm512_maskz_loadu_epi16(in, q + h * width + d / 2);
@@ -144,54 +139,41 @@ inline __attribute__((always_inline)) void products(const uint32_t* q, int64_t w
     }
   };
   int d = 0;
-  for (; d + kStep <= k.dim; d += kStep) {
+  for (; d + kStep <= dim; d += kStep) {
     step(~__mmask32{0}, d);
   }
-  if (d < k.dim) {
-    step((__mmask32{1} << (k.dim - d)) - 1, d);
+  if (d < dim) {
+    step((__mmask32{1} << (dim - d)) - 1, d);
   }
 }
 #endif
 
-// Scores of the keys for the heads of a group. ahead: rows to prefetch, in the same runs as the
-// keys. next: more rows to prefetch, in other runs, if kNext. Rows of q have `width` units, those
-// of s kTileKeys.
-template <bool kNext, class Unit, class T, bool kPaged>
+// Scores of the keys for the heads of a group; meanwhile their values and the next keys are
+// prefetched. Rows of q have `width` units, those of s kTileKeys.
+template <class Unit, class T, bool kPaged>
 inline void decode_scores(const Unit* q, int64_t width, int heads, const Rows<T, kPaged>& k,
-                          const Rows<T, kPaged>& ahead, float* s, const Rows<T, kPaged>& next) {
+                          Prefetch<T, kPaged> values, Prefetch<T, kPaged> next, float* s) {
   int j = 0;
-  [[maybe_unused]] int next_run = 0;
-  for (int r = 0; r < k.runs(); ++r) {
-    const Rows<T> keys = k.run(r), values = ahead.run(r);
-    for (; j + kGroup <= keys.count; j += kGroup) {
-      for (int i = j; i < j + kGroup; ++i) {
-        prefetch(values, i);
+  for (; j + kGroup <= k.count; j += kGroup) {
+    values.next();
+    next.next();
+    const T* keys = k.group(j);
+    for_bundles(heads, [&](int g, auto bundle) __attribute__((always_inline)) {
+      constexpr int kHeads = decltype(bundle)::value;
+      Float c[kHeads][kGroup] = {};
+      products(q + g * width, width, keys, k.stride, k.dim, c);
+      for (int h = 0; h < kHeads; ++h) {
+        store_sums(s + (g + h) * kTileKeys + j, c[h][0], c[h][1], c[h][2], c[h][3]);
       }
-      if constexpr (kNext) {
-        if (j < next.count) {
-          next_run = next.run_of(j, next_run);
-          const Rows<T> rows = next.run(next_run);
-          for (int i = j; i < j + kGroup; ++i) {
-            prefetch(rows, i);
-          }
-        }
-      }
-      for_bundles(heads, [&](int g, auto bundle) __attribute__((always_inline)) {
-        constexpr int kHeads = decltype(bundle)::value;
-        Float c[kHeads][kGroup] = {};
-        products(q + g * width, width, keys, j, c);
-        for (int h = 0; h < kHeads; ++h) {
-          store_sums(s + (g + h) * kTileKeys + j, c[h][0], c[h][1], c[h][2], c[h][3]);
-        }
-      });
-    }
+    });
   }
-  const Rows<T> keys = k.run(k.runs() - 1);
-  for (; j < keys.count; ++j) {
+  while (next.next()) {
+  }
+  for (int i = 0; j + i < k.count; ++i) {
     for (int g = 0; g < heads; ++g) {
       Float c[1][1] = {};
-      products(q + g * width, width, keys, j, c);
-      s[g * kTileKeys + j] = sum(c[0][0]);
+      products(q + g * width, width, k.group(j) + i * k.stride, k.stride, k.dim, c);
+      s[g * kTileKeys + j + i] = sum(c[0][0]);
     }
   }
 }
@@ -207,27 +189,29 @@ inline __attribute__((always_inline)) void add_columns(const float* p, const Row
   constexpr int kSums = 2;
   static_assert(kGroup % kSums == 0);
   Float c[kHeads][kSums][kChunk] = {};
-  const auto add = [&](const Rows<T>& rows, int j, int n) __attribute__((always_inline)) {
+  const auto add = [&](const T* row, int j, int n) __attribute__((always_inline)) {
+#pragma GCC unroll 2
     for (int h = 0; h < kHeads; ++h) {
       const float weight = p[h * kTileKeys + j];
       if (kSkips && weight == 0.0f) {
         continue;
       }
+#pragma GCC unroll 4
       for (int i = 0; i < kChunk; ++i) {
-        c[h][n][i] = fma(splat(weight), lanes.load(rows.at(j) + e + i * kLanes), c[h][n][i]);
+        c[h][n][i] = fma(splat(weight), lanes.load(row + e + i * kLanes), c[h][n][i]);
       }
     }
   };
   int j = 0;
-  for (int r = 0; r < v.runs(); ++r) {
-    const Rows<T> rows = v.run(r);
-    for (; j + kSums <= rows.count; j += kSums) {
-      add(rows, j, 0);
-      add(rows, j + 1, 1);
+  for (; j + kGroup <= v.count; j += kGroup) {
+    const T* rows = v.group(j);
+#pragma GCC unroll 4
+    for (int i = 0; i < kGroup; ++i) {
+      add(rows + i * v.stride, j + i, i % kSums);
     }
   }
-  if (j < v.count) {
-    add(v.run(v.runs() - 1), j, 0);
+  for (int i = 0; j + i < v.count; ++i) {
+    add(v.group(j) + i * v.stride, j + i, i % kSums);
   }
   for (int h = 0; h < kHeads; ++h) {
     for (int i = 0; i < kChunk; ++i) {
@@ -239,7 +223,7 @@ inline __attribute__((always_inline)) void add_columns(const float* p, const Row
 
 template <int kHeads, bool kSkips, class T, bool kPaged>
 inline void add_weighted(const float* p, const Rows<T, kPaged>& v, float* o, int64_t stride) {
-  constexpr int kChunk = 4;
+  constexpr int kChunk = kLanes < 16 ? 4 / kHeads : 4;  // of AVX2's 16 registers, 8 are sums
   int64_t e = 0;
   for (; e + kChunk * kLanes <= v.dim; e += kChunk * kLanes) {
     add_columns<kHeads, kChunk, kSkips>(p, v, e, Whole{}, o, stride);
@@ -290,8 +274,8 @@ inline void add_weighted(const uint16_t* p, const Rows<BFloat16, kPaged>& v, flo
       in[i] = left >= kStep ? ~__mmask32{0} : left <= 0 ? 0 : (__mmask32{1} << left) - 1;
     }
     Float c[kHeads][kSums][kChunk][2] = {};
-    // Values j and, if `two`, j + 1.
-    const auto add = [&](const Rows<BFloat16>& values, int j, int n,
+    // Values j, which begins at `data`, and, if `two`, j + 1.
+    const auto add = [&](const BFloat16* data, int j, int n,
                          bool two) __attribute__((always_inline)) {
       for (int h = 0; h < kHeads; ++h) {
         const uint16_t* weights = p + h * 2 * kTileKeys + j;
@@ -300,9 +284,9 @@ inline void add_weighted(const uint16_t* p, const Rows<BFloat16, kPaged>& v, flo
         for (int i = 0; i < kChunk; ++i) {
           const auto row = [&](int row, uint32_t weight) __attribute__((always_inline)) {
             const __mmask32 columns = kSkips && weight == 0u ? 0 : in[i];
-            return _mm512_maskz_loadu_epi16(columns, values.at(row) + e + i * kStep);
+            return _mm512_maskz_loadu_epi16(columns, data + row * v.stride + e + i * kStep);
           };
-          const RowPairs rows(row(j, first), two ? row(j + 1, second) : __m512i{});
+          const RowPairs rows(row(0, first), two ? row(1, second) : __m512i{});
           for (int half = 0; half < 2; ++half) {
             Float& sum = c[h][n][i][half];
             sum = _mm512_dpbf16_ps(sum, bit_cast<__m512bh>(pair), rows.halves[half]);
@@ -311,20 +295,22 @@ inline void add_weighted(const uint16_t* p, const Rows<BFloat16, kPaged>& v, flo
       }
     };
     int j = 0;
-    for (int r = 0; r < v.runs(); ++r) {
-      const Rows<BFloat16> values = v.run(r);
-      for (; j + 2 * kSums <= values.count; j += 2 * kSums) {
-        add(values, j, 0, true);
-        add(values, j + 2, 1, true);
+    for (; j + kGroup <= v.count; j += kGroup) {
+      const BFloat16* rows = v.group(j);
+      for (int i = 0; i < kGroup; i += 2) {
+        add(rows + i * v.stride, j + i, i / 2 % kSums, true);
       }
     }
-    const Rows<BFloat16> values = v.run(v.runs() - 1);
-    if (j + 2 <= v.count) {
-      add(values, j, 0, true);
-      j += 2;
-    }
     if (j < v.count) {
-      add(values, j, 1, false);
+      const BFloat16* rows = v.group(j);
+      if (j + 2 <= v.count) {
+        add(rows, j, 0, true);
+        rows += 2 * v.stride;
+        j += 2;
+      }
+      if (j < v.count) {
+        add(rows, j, 1, false);
+      }
     }
     for (int h = 0; h < kHeads; ++h) {
       for (int i = 0; i < kChunk; ++i) {
@@ -411,13 +397,12 @@ void decode_split(const Forward& a, const Sequence& sequence, int64_t kv_head, i
   }
   const int64_t numbers = a.batch * a.kv_heads * a.keys * (a.head_dim + a.value_dim);
   const bool in_memory = numbers * static_cast<int64_t>(sizeof(T)) > kCachedBytes;
-  // The hardware prefetcher stops at the end of a page. With one head too little is computed with a
-  // key to hide prefetches. (Pages of 16 keys, fp32, one Zen 4 thread with AVX2, time over that of
-  // contiguous keys: 32 heads over 8, 1024 keys of 128: 1.11 with and 1.29 without; 8 heads over 8,
-  // 512 keys of 64: 1.34 with and 1.22 without.)
-  const bool in_pages = kPaged && heads > 1;
+  // In cache, one head computes too little with a key to hide prefetches of all rows. (One Zen 4
+  // thread with AVX2, fp32, time with over time without: 2 x 8 heads over 8, 512 keys of 64: 1.09;
+  // 32 heads over 8, 1024 keys of 128: 0.90.)
+  const bool prefetch_all = in_memory || heads > 1;
   const float scale_log2 = a.score_scale() * kLog2E;
-  Rows<T, kPaged> next;
+  Rows<T, kPaged> k;
   for (int n = tiles.begin; n < tiles.end; ++n) {
     const int first = n * kTileKeys;
     const int begin = larger(rows.some.begin - first, 0);
@@ -427,33 +412,21 @@ void decode_split(const Forward& a, const Sequence& sequence, int64_t kv_head, i
     const int from = begin / kGroup * kGroup;
     const auto rows_of = [&](const TensorView& x, int from, int count, int dim) {
       return rows_of_keys<T, kPaged>(a, x, sequence, kv_head, first + from, count, dim,
-                                     in_memory || in_pages || x.row_stride != dim);
+                                     prefetch_all || x.row_stride != dim);
     };
-    // In pages, what was prefetched; finding its runs takes longer than one address.
-    const bool known = kPaged && n > tiles.begin;
-    const auto k = known ? next : rows_of(a.k, from, end - from, a.head_dim);
+    if (n == tiles.begin) {
+      k = rows_of(a.k, from, end - from, a.head_dim);
+    }
     const auto v = rows_of(a.v, from, end - from, a.value_dim);
     memset(memory.s, 0, sizeof(float) * heads * kTileKeys);
     const int left = clamped(rows.some.end - first - kTileKeys, kTileKeys);
     const bool last_heads = k.prefetch_all && h + heads == (kv_head + 1) * a.group();
-    // All next keys requested together, after the scores, are more than a core has outstanding: 8
-    // sequences, 32 heads over 8, 2048 keys of 128, bf16, Zen 5: in pages of 16 5.1 ms, and 3.9
-    // requested during the scores; contiguous 5.3 ms and 4.6.
-    const bool during = in_pages || (in_memory && (kPaged || heads > 1));
-    next = left > 0     ? rows_of(a.k, kTileKeys, left, a.head_dim)
-           : last_heads ? first_keys_after<T, kPaged>(a, sequence, kv_head)
-                        : Rows<T, kPaged>();
-    const auto scores = during ? decode_scores<true, typename C::Unit, T, kPaged>
-                               : decode_scores<false, typename C::Unit, T, kPaged>;
-    scores(q, D / C::kDepth, heads, k, v, memory.s + from, next);
+    const auto next = left > 0     ? rows_of(a.k, kTileKeys, left, a.head_dim)
+                      : last_heads ? first_keys_after<T, kPaged>(a, sequence, kv_head)
+                                   : Rows<T, kPaged>();
+    decode_scores(q, D / C::kDepth, heads, k, Prefetch<T, kPaged>(v), Prefetch<T, kPaged>(next),
+                  memory.s + from);
     cap_scores(a, heads, columns, memory.s);
-    const int prefetched = during ? k.count / kGroup * kGroup : 0;
-    for (int r = 0, j = prefetched; r < next.runs(); ++r) {
-      const Rows<T> rows = next.run(r);
-      for (; j < rows.count; ++j) {
-        prefetch(rows, j);
-      }
-    }
     for (int g = 0; g < heads; ++g) {
       float *const s = memory.s + g * kTileKeys, *const partial = partials + g * stride;
       const TileBias bias(a, sequence, h + g, 0, {0, 1}, first, memory.bias);
@@ -476,6 +449,7 @@ void decode_split(const Forward& a, const Sequence& sequence, int64_t kv_head, i
       bias ? run(bias.floats(0)) : run(NoBias{});
     }
     decode_values<C>(memory.s, from, heads, v, partials, stride);
+    k = next;
   }
 }
 

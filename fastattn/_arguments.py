@@ -102,8 +102,11 @@ def check_device(name: str, x: Tensor, device: torch.device) -> None:
         raise ValueError(f"{name} must be on {device} like the first input, got {x.device}")
 
 
-def check_attention_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int, int]:
-    """The sizes B, H, M, D, N."""
+_LAYOUTS = {"q": "[B, H, M, D]", "k": "[B, K, N, D]", "v": "[B, K, N, E]"}
+
+
+def check_tensors_of_heads(q: Tensor, k: Tensor, v: Tensor, layouts: dict[str, str]) -> None:
+    """Type, dtype, dimensions and device."""
     if not (
         isinstance(q, Tensor)
         and isinstance(k, Tensor)
@@ -116,7 +119,12 @@ def check_attention_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, i
         # is_cpu is faster than comparing devices.
         and ((q.is_cpu and k.is_cpu and v.is_cpu) or k.device == q.device == v.device)
     ):
-        _refuse_attention_inputs(q, k, v)
+        _refuse_tensors_of_heads(q, k, v, layouts)
+
+
+def check_attention_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int, int]:
+    """The sizes B, H, M, D, N."""
+    check_tensors_of_heads(q, k, v, _LAYOUTS)
     (B, H, M, D), (key_B, K, N, key_D) = q.shape, k.shape
     if key_B != B:
         raise ValueError(f"k must have q's batch size {B}, got {key_B}")
@@ -128,13 +136,12 @@ def check_attention_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, i
     return B, H, M, D, N
 
 
-def _refuse_attention_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _refuse_tensors_of_heads(q: Tensor, k: Tensor, v: Tensor, layouts: dict[str, str]) -> None:
     """Raises for the first argument that is wrong, if there is one."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_float(name, x)
         if x.dim() != 4:
-            layout = {"q": "[B, H, M, D]", "k": "[B, K, N, D]", "v": "[B, K, N, E]"}[name]
-            raise ValueError(f"{name} must have 4 dimensions {layout}, got {sizes(x)}")
+            raise ValueError(f"{name} must have 4 dimensions {layouts[name]}, got {sizes(x)}")
     for name, x in (("k", k), ("v", v)):
         check_device(name, x, q.device)
         if x.dtype != q.dtype:

@@ -6,9 +6,9 @@ from torch.autograd import forward_ad
 
 from fastattn._arguments import (
     check_device,
-    check_float,
     check_heads,
     check_tensor,
+    check_tensors_of_heads,
     is_on_host,
     sizes,
 )
@@ -20,13 +20,7 @@ def check_paged_inputs(
     q: Tensor, k: Tensor, v: Tensor, block_table: Tensor
 ) -> tuple[int, int, int, int, int]:
     """The sizes B, H, M, D, N."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_float(name, x)
-        if x.dim() != 4:
-            raise ValueError(f"{name} must have 4 dimensions {_LAYOUTS[name]}, got {sizes(x)}")
-        check_device(name, x, q.device)
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
+    check_tensors_of_heads(q, k, v, _LAYOUTS)
     (B, H, M, D), (P, K, page, key_D) = q.shape, k.shape
     check_heads(H, K, D, key_D, _layout_hint(H, page))
     if page == 0:

@@ -105,8 +105,8 @@ def check_device(name: str, x: Tensor, device: torch.device) -> None:
 _LAYOUTS = {"q": "[B, H, M, D]", "k": "[B, K, N, D]", "v": "[B, K, N, E]"}
 
 
-def check_tensors_of_heads(q: Tensor, k: Tensor, v: Tensor, layouts: dict[str, str]) -> None:
-    """Type, dtype, dimensions and device."""
+def check_qkv(q: Tensor, k: Tensor, v: Tensor, layouts: dict[str, str]) -> None:
+    """Type, dtype, dimensions and device; the layouts are for messages."""
     if not (
         isinstance(q, Tensor)
         and isinstance(k, Tensor)
@@ -119,12 +119,12 @@ def check_tensors_of_heads(q: Tensor, k: Tensor, v: Tensor, layouts: dict[str, s
         # is_cpu is faster than comparing devices.
         and ((q.is_cpu and k.is_cpu and v.is_cpu) or k.device == q.device == v.device)
     ):
-        _refuse_tensors_of_heads(q, k, v, layouts)
+        _refuse_qkv(q, k, v, layouts)
 
 
 def check_attention_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int, int]:
     """The sizes B, H, M, D, N."""
-    check_tensors_of_heads(q, k, v, _LAYOUTS)
+    check_qkv(q, k, v, _LAYOUTS)
     (B, H, M, D), (key_B, K, N, key_D) = q.shape, k.shape
     if key_B != B:
         raise ValueError(f"k must have q's batch size {B}, got {key_B}")
@@ -136,7 +136,7 @@ def check_attention_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, i
     return B, H, M, D, N
 
 
-def _refuse_tensors_of_heads(q: Tensor, k: Tensor, v: Tensor, layouts: dict[str, str]) -> None:
+def _refuse_qkv(q: Tensor, k: Tensor, v: Tensor, layouts: dict[str, str]) -> None:
     """Raises for the first argument that is wrong, if there is one."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_float(name, x)

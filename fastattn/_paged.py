@@ -7,8 +7,8 @@ from torch.autograd import forward_ad
 from fastattn._arguments import (
     check_device,
     check_heads,
+    check_qkv,
     check_tensor,
-    check_tensors_of_heads,
     is_on_host,
     sizes,
 )
@@ -20,7 +20,7 @@ def check_paged_inputs(
     q: Tensor, k: Tensor, v: Tensor, block_table: Tensor
 ) -> tuple[int, int, int, int, int]:
     """The sizes B, H, M, D, N."""
-    check_tensors_of_heads(q, k, v, _LAYOUTS)
+    check_qkv(q, k, v, _LAYOUTS)
     (B, H, M, D), (P, K, page, key_D) = q.shape, k.shape
     check_heads(H, K, D, key_D, _layout_hint(H, page))
     if page == 0:

@@ -14,12 +14,12 @@ static_assert(kTileKeys % kGroup == 0 && kLeastPage % kGroup == 0);
 // Keys or values of one head, at most a tile's: one row after another, or in pages.
 template <class T, bool kPaged>
 struct Rows {
-  const T* groups[kPaged ? kTileKeys / kGroup : 1];
-  int64_t stride;
+  const T* groups[kPaged ? kTileKeys / kGroup : 1];  // their first rows; if contiguous, row 0
+  int64_t stride = 0;
   int count = 0, dim = 0;
   bool prefetch_all = false;
 
-  Rows() {}  // leaves `groups` as it is
+  Rows() {}  // does not set groups
   // Row j, the first of a group; the group's other rows follow.
   const T* group(int j) const { return kPaged ? groups[j / kGroup] : groups[0] + j * stride; }
 };
@@ -33,11 +33,12 @@ class Prefetch {
  public:
   explicit Prefetch(const Rows<T, kPaged>& rows) : rows_(rows) {
     constexpr int kBeginning = 4096 / sizeof(T);
-    end_ = rows.prefetch_all ? rows.count : smaller(rows.count, kBeginning / larger(rows.dim, 1));
+    end_ = rows.prefetch_all ? rows.count
+                             : smaller(rows.count, ceil_div(kBeginning, larger(rows.dim, 1)));
   }
 
-  // The next group; whether there was one. always_inline: GCC 12 removes calls of a function
-  // without side effects.
+  // The next group; whether there was one. always_inline: GCC 12 removes calls of a function that
+  // only prefetches.
   __attribute__((always_inline)) bool next() {
     if (j_ >= end_) {
       return false;
@@ -103,8 +104,8 @@ inline __attribute__((always_inline)) void for_bundles(int heads, const Run& run
 }
 
 // -- scores --------------------------------------------------------------------------------------
-// Products of kHeads queries (rows of `width` units) with kKeys keys, not summed over lanes. Their
-// loops are unrolled, so that GCC keeps c in registers.
+// Products of kHeads queries (rows of `width` units) with kKeys keys, not summed over lanes. The
+// loops over keys and heads are unrolled, so that GCC keeps c in registers.
 template <int kHeads, int kKeys, class T>
 inline __attribute__((always_inline)) void products(const float* q, int64_t width, const T* keys,
                                                     int64_t stride, int dim,
@@ -210,8 +211,11 @@ inline __attribute__((always_inline)) void add_columns(const float* p, const Row
       add(rows + i * v.stride, j + i, i % kSums);
     }
   }
-  for (int i = 0; j + i < v.count; ++i) {
-    add(v.group(j) + i * v.stride, j + i, i % kSums);
+#pragma GCC unroll 4
+  for (int i = 0; i < kGroup - 1; ++i) {  // unrolled, so that GCC keeps c in registers
+    if (j + i < v.count) {
+      add(v.group(j) + i * v.stride, j + i, i % kSums);
+    }
   }
   for (int h = 0; h < kHeads; ++h) {
     for (int i = 0; i < kChunk; ++i) {
@@ -274,7 +278,7 @@ inline void add_weighted(const uint16_t* p, const Rows<BFloat16, kPaged>& v, flo
       in[i] = left >= kStep ? ~__mmask32{0} : left <= 0 ? 0 : (__mmask32{1} << left) - 1;
     }
     Float c[kHeads][kSums][kChunk][2] = {};
-    // Values j, which begins at `data`, and, if `two`, j + 1.
+    // Value j, at `data`, and, if `two`, value j + 1.
     const auto add = [&](const BFloat16* data, int j, int n,
                          bool two) __attribute__((always_inline)) {
       for (int h = 0; h < kHeads; ++h) {
@@ -301,16 +305,12 @@ inline void add_weighted(const uint16_t* p, const Rows<BFloat16, kPaged>& v, flo
         add(rows + i * v.stride, j + i, i / 2 % kSums, true);
       }
     }
-    if (j < v.count) {
-      const BFloat16* rows = v.group(j);
-      if (j + 2 <= v.count) {
-        add(rows, j, 0, true);
-        rows += 2 * v.stride;
-        j += 2;
-      }
-      if (j < v.count) {
-        add(rows, j, 1, false);
-      }
+    if (j + 2 <= v.count) {
+      add(v.group(j), j, 0, true);
+    }
+    if (v.count % 2 > 0) {
+      const int last = v.count - 1;
+      add(v.group(j) + (last - j) * v.stride, last, 1, false);
     }
     for (int h = 0; h < kHeads; ++h) {
       for (int i = 0; i < kChunk; ++i) {

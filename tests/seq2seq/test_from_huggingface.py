@@ -97,12 +97,14 @@ def build(name: str, *, gain: float = 4.0) -> tuple[Any, Seq2SeqTransformer]:
     and results are not one repeated token.
     """
     torch.manual_seed(0)
-    theirs = CASES[name]().eval()
+    original = CASES[name]().eval()
     if name == "t5, own head":
-        theirs.lm_head.weight = torch.nn.Parameter(theirs.lm_head.weight.detach().clone().normal_())
-    scaled = getattr(theirs.config, "scale_embedding", False)
+        original.lm_head.weight = torch.nn.Parameter(
+            original.lm_head.weight.detach().clone().normal_()
+        )
+    scaled = getattr(original.config, "scale_embedding", False)
     with torch.no_grad():
-        for key, tensor in theirs.named_parameters():
+        for key, tensor in original.named_parameters():
             if "embed_positions" in key and "bart" not in name:
                 continue  # sinusoids
             if tensor.dim() == 1:
@@ -112,10 +114,10 @@ def build(name: str, *, gain: float = 4.0) -> tuple[Any, Seq2SeqTransformer]:
             else:
                 tensor.normal_(std=gain * tensor.shape[1] ** -0.5)
         # So that some results end.
-        theirs.get_output_embeddings().weight[theirs.config.eos_token_id].mul_(2.0)
+        original.get_output_embeddings().weight[original.config.eos_token_id].mul_(2.0)
         if name == "marian, logits bias":
-            theirs.final_logits_bias.normal_()
-    return theirs, from_huggingface(theirs)
+            original.final_logits_bias.normal_()
+    return original, from_huggingface(original)
 
 
 def inputs(config: ModelConfig) -> tuple[Tensor, Tensor, Tensor]:
@@ -142,18 +144,20 @@ def logits_of_rounded_weights(model, given, seed):
 @pytest.mark.parametrize("name", CASES)
 def test_logits_are_equal(name):
     for dtype in (torch.float32, torch.bfloat16):
-        theirs, ours = (model.to(dtype) for model in build(name))
-        source, padding, target = inputs(ours.config)
+        original, converted = (model.to(dtype) for model in build(name))
+        source, padding, target = inputs(converted.config)
         given = {
             "input_ids": source, "attention_mask": (~padding).long(), "decoder_input_ids": target
         }  # fmt: skip
         with torch.no_grad():
-            runs = [theirs(**given).logits]
-            runs += [logits_of_rounded_weights(theirs, given, seed) for seed in range(4)]
-            exact = theirs.double()(**given).logits
+            runs = [original(**given).logits]
+            runs += [logits_of_rounded_weights(original, given, seed) for seed in range(4)]
+            exact = original.double()(**given).logits
             expected = max(runs, key=lambda run: float((run - exact).abs().max()))
-            together = ours(source, target, padding)
-            separately = ours.logits(ours.decode(target, ours.encode(source, padding)))
+            together = converted(source, target, padding)
+            separately = converted.logits(
+                converted.decode(target, converted.encode(source, padding))
+            )
         for got in (together, separately):
             outcome = compare(got, exact, expected, exact.abs(), slice_dims=0)
             assert outcome.ok, (dtype, outcome.message)
@@ -161,11 +165,11 @@ def test_logits_are_equal(name):
 
 @pytest.mark.parametrize("name", ["marian", "bart", "t5", "mt5"])
 def test_attention_weights_are_equal(name):
-    theirs, ours = build(name, gain=1.5)
-    source, padding, target = inputs(ours.config)
-    with torch.no_grad(), record_attention(ours) as weights:
-        ours(source, target, padding)
-        expected = theirs(
+    original, converted = build(name, gain=1.5)
+    source, padding, target = inputs(converted.config)
+    with torch.no_grad(), record_attention(converted) as weights:
+        converted(source, target, padding)
+        expected = original(
             input_ids=source, attention_mask=(~padding).long(), decoder_input_ids=target,
             output_attentions=True,
         )  # fmt: skip
@@ -205,20 +209,20 @@ SEARCHES = (
 
 @pytest.mark.parametrize("name", CASES)
 def test_searches_find_the_tokens_of_generate(name):
-    theirs, ours = build(name)
-    source, padding, _ = inputs(ours.config)
+    original, converted = build(name)
+    source, padding, _ = inputs(converted.config)
     forced = [5] if "m2m" in name or name == "bart" else []
     seen = set()
     for options, strategy in SEARCHES:
-        expected = theirs.generate(
+        expected = original.generate(
             input_ids=source, attention_mask=(~padding).long(), max_new_tokens=14,
-            do_sample=False, suppress_tokens=ours.config.special.never_chosen,
+            do_sample=False, suppress_tokens=converted.config.special.never_chosen,
             forced_bos_token_id=forced[0] if forced else None, **options,
         )  # fmt: skip
-        wanted = results(expected, ours.config)
+        wanted = results(expected, converted.config)
         for use_cache in (True, False):
             found = generate(
-                ours, source, padding, max_lengths=[14] * 4, strategy=strategy,
+                converted, source, padding, max_lengths=[14] * 4, strategy=strategy,
                 prefixes=[forced] * 4 if forced else None, unscored=len(forced),
                 use_cache=use_cache,
             )  # fmt: skip
@@ -229,17 +233,17 @@ def test_searches_find_the_tokens_of_generate(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_training_step_is_equal(name):
-    theirs, ours = build(name, gain=1.0)
-    source, padding, target = inputs(ours.config)
-    rows = [[*row[1 : 3 + 4 * i], ours.config.end] for i, row in enumerate(target.tolist())]
+    original, converted = build(name, gain=1.0)
+    source, padding, target = inputs(converted.config)
+    rows = [[*row[1 : 3 + 4 * i], converted.config.end] for i, row in enumerate(target.tolist())]
     sources = [row[: int(n)] for row, n in zip(source.tolist(), (~padding).sum(1), strict=True)]
-    batch = collate(list(map(Example, sources, rows)), ours.config.special)
-    before = ours.state_dict()
+    batch = collate(list(map(Example, sources, rows)), converted.config.special)
+    before = converted.state_dict()
     before = {key: value.clone() for key, value in before.items()}
 
     def step(model: Any) -> dict[str, Tensor]:
-        """The parameters after one step of gradient descent, with the names of `ours`."""
-        if model is ours:
+        """The parameters after one step of gradient descent, with the names of `converted`."""
+        if model is converted:
             logits, targets = model.forward_packed(batch)
         else:
             logits = model(
@@ -247,12 +251,12 @@ def test_a_training_step_is_equal(name):
                 decoder_input_ids=batch.target_in,
             ).logits.flatten(0, 1)  # fmt: skip
             targets = batch.target_out.flatten()
-        F.cross_entropy(logits, targets, ignore_index=ours.config.pad).backward()
+        F.cross_entropy(logits, targets, ignore_index=converted.config.pad).backward()
         torch.optim.SGD(model.parameters(), lr=1.0).step()
-        return (model if model is ours else from_huggingface(model)).state_dict()
+        return (model if model is converted else from_huggingface(model)).state_dict()
 
-    exact_model = copy.deepcopy(theirs).double()
-    got, expected, exact = step(ours), step(theirs), step(exact_model)
+    exact_model = copy.deepcopy(original).double()
+    got, expected, exact = step(converted), step(original), step(exact_model)
     largest = max(float((exact[key] - before[key]).abs().max()) for key in exact)
     assert largest > 1e-2
     for key, value in exact.items():
@@ -264,9 +268,9 @@ def test_a_training_step_is_equal(name):
 
 def test_options_of_dropout_are_converted():
     model = bart(dropout=0.3, attention_dropout=0.2, activation_dropout=0.1).train()
-    ours = from_huggingface(model)
-    assert ours.training
-    layer = ours.transformer.decoder.layers[1]
+    converted = from_huggingface(model)
+    assert converted.training
+    layer = converted.transformer.decoder.layers[1]
     assert (layer.dropout1.p, layer.dropout.p, layer.dropout3.p) == (0.3, 0.1, 0.3)
     assert layer.self_attn.dropout == layer.multihead_attn.dropout == 0.2
     assert from_huggingface(t5(dropout_rate=0.25)).transformer.encoder.norm[1].p == 0.25
@@ -364,11 +368,11 @@ TEXTS = ["w1 w2 w3", "w9", "w4 w4 w20 w21 w22"]
 
 
 def test_translate_runs_a_folder(tmp_path, capsys):
-    theirs, _ = build("t5, gated")
-    tokenizer = save_folder(tmp_path, theirs)
+    original, _ = build("t5, gated")
+    tokenizer = save_folder(tmp_path, original)
     code, out, _ = call(capsys, "translate", "--model", str(tmp_path), "--max-length", "8", *TEXTS)
     assert code == 0
-    assert out.splitlines() == translations(theirs, tokenizer, TEXTS, max_new_tokens=8)
+    assert out.splitlines() == translations(original, tokenizer, TEXTS, max_new_tokens=8)
     code, _, err = call(capsys, "translate", "--model", str(tmp_path / "none"), "w1")
     assert code != 0 and "config.json" in err
     code, _, err = call(
@@ -378,8 +382,8 @@ def test_translate_runs_a_folder(tmp_path, capsys):
 
 
 def test_a_folder_is_fine_tuned_and_its_run_needs_no_transformers(tmp_path, capsys, monkeypatch):
-    theirs, _ = build("t5")
-    save_folder(tmp_path / "model", theirs)
+    original, _ = build("t5")
+    save_folder(tmp_path / "model", original)
     draw = random.Random(0)
     lines = {" ".join(draw.choices(WORDS, k=4)) for _ in range(40)}
     (tmp_path / "pairs.tsv").write_text(
@@ -401,7 +405,7 @@ def test_a_folder_is_fine_tuned_and_its_run_needs_no_transformers(tmp_path, caps
     # The checkpoint of update 0 is the model that training began with.
     start = run / "checkpoints" / "step-00000000"
     started_with = load_file(start / "model.safetensors")["embedding.weight"]
-    assert torch.equal(started_with, theirs.shared.weight)
+    assert torch.equal(started_with, original.shared.weight)
     # Training that was interrupted before its first checkpoint.
     shutil.copytree(run, tmp_path / "other", ignore=shutil.ignore_patterns("step-00000003"))
     code, _, _ = call(capsys, "train", "--resume", "--out", str(tmp_path / "other"))
@@ -410,16 +414,16 @@ def test_a_folder_is_fine_tuned_and_its_run_needs_no_transformers(tmp_path, caps
 
 
 def test_a_first_token_forced_by_the_model_is_not_part_of_the_text(tmp_path):
-    theirs, _ = build("bart")
-    theirs.generation_config.forced_bos_token_id = 0
-    tokenizer = save_folder(tmp_path, theirs, "<s> <pad> </s> <unk>")
+    original, _ = build("bart")
+    original.generation_config.forced_bos_token_id = 0
+    tokenizer = save_folder(tmp_path, original, "<s> <pad> </s> <unk>")
     translator = translator_from_huggingface(tmp_path)
     assert translator.tokenizer.encode_sources(TEXTS) == tokenizer(TEXTS)["input_ids"]
     beams = BeamSearch(4, length_penalty=1.0, normalization="tokens")
     found = translator.search(TEXTS, max_length=6, strategy=beams)
     assert [best.hypothesis.tokens[0] for best in found] == [0, 0, 0]
     wanted = translations(
-        theirs, tokenizer, TEXTS, max_new_tokens=7, num_beams=4, early_stopping="never"
+        original, tokenizer, TEXTS, max_new_tokens=7, num_beams=4, early_stopping="never"
     )
     assert [best.text for best in found] == wanted
     assert any(wanted)
@@ -438,13 +442,13 @@ def test_languages_are_passed_to_the_model(tmp_path, kind):
     torch.manual_seed(0)
     language = tokenizer.convert_tokens_to_ids(codes[1])
     first = language if kind == "MBartTokenizer" else 2
-    theirs = make(
+    original = make(
         vocab_size=len(tokenizer), pad_token_id=1, eos_token_id=2, decoder_start_token_id=first
     ).eval()
     with torch.no_grad():
-        theirs.get_input_embeddings().weight.normal_(std=0.5)
+        original.get_input_embeddings().weight.normal_(std=0.5)
     saved.save_pretrained(tmp_path)
-    theirs.save_pretrained(tmp_path)
+    original.save_pretrained(tmp_path)
     translator = translator_from_huggingface(
         tmp_path, source_language=codes[0], target_language=codes[1]
     )
@@ -456,7 +460,7 @@ def test_languages_are_passed_to_the_model(tmp_path, kind):
     assert translator.tokenizer.encode_targets(TEXTS) == labels
     found = translator.search(TEXTS, max_length=6)
     batch = tokenizer(TEXTS, return_tensors="pt", padding=True)
-    rows = theirs.generate(
+    rows = original.generate(
         **batch, do_sample=False, max_new_tokens=6 + (kind != "MBartTokenizer"),
         suppress_tokens=translator.model.config.special.never_chosen,
         forced_bos_token_id=None if kind == "MBartTokenizer" else language,
@@ -472,9 +476,9 @@ def test_languages_are_passed_to_the_model(tmp_path, kind):
 def test_tokenizers_without_a_fast_form_stay_in_their_folder(tmp_path):
     tokenizer = transformers.ByT5Tokenizer()
     torch.manual_seed(0)
-    theirs = t5(vocab_size=400, pad_token_id=0, eos_token_id=1).eval()
+    original = t5(vocab_size=400, pad_token_id=0, eos_token_id=1).eval()
     tokenizer.save_pretrained(tmp_path)
-    theirs.half().save_pretrained(tmp_path)
+    original.half().save_pretrained(tmp_path)
     translator = translator_from_huggingface(tmp_path)
     assert translator.model.embedding.weight.dtype is torch.float32
     saved = tmp_path / "tokenizer.json"

@@ -255,6 +255,7 @@ TILINGS = {
     "descriptors": ForwardConfig(64, 32, 4, 2, tma=True, overlap=1),
     "values_last": ForwardConfig(32, 32, 4, 2, overlap=2),
     "whole": ForwardConfig(128, 128, 8, 1),
+    "wide_values": ForwardConfig(64, 32, 4, 2, tma=True, overlap=1, value_columns=64),
 }
 
 

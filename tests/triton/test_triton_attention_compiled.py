@@ -216,6 +216,24 @@ def test_narrow_values_compile_without_spills(D: int, E: int) -> None:
 
 @compiles
 @pytest.mark.parametrize(
+    "D, E, mask",
+    [(256, 8, None), pytest.param(24, 8, torch.float64, marks=pytest.mark.slow)],
+)
+def test_narrow_values_have_the_descriptors_of_keys(
+    D: int, E: int, mask: torch.dtype | None
+) -> None:
+    """Their upper halves, in constants that addresses are added to: ptxas 12.8 takes a half from a
+    register that it has not set where values have another one than keys in the same place.
+    """
+    with compiled_for("sm_90") as found:
+        _launch(D, E=E, mask=None if mask is None else (mask, (1, 1, 1024, 1024)), causal=1)
+    constant = r"\b(?:or\.b64|add\.s64)\s+%rd\d+, %rd\d+, (-?\d{19});"
+    upper_halves = {int(c) >> 32 for c in re.findall(constant, found[-1].asm["ptx"])}
+    assert len(upper_halves) == 1
+
+
+@compiles
+@pytest.mark.parametrize(
     "options",
     [
         pytest.param({"dtype": torch.float32, "causal": 2}, id="fp32"),

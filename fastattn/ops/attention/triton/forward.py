@@ -174,7 +174,7 @@ def _bind(
     # A batch entry behind the last sequence clears the rows behind it.
     heads = (facts.B if packed is None else facts.B + 1) * facts.H
     unit, strides = row_strides_in_units(q, k, v, out)
-    d, e = c.widths(facts.D), c.widths(facts.E)
+    d, e = c.widths(facts.D), c.value_widths(facts.E)
     tma = (
         c.tma
         and aligned

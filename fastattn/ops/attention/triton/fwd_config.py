@@ -21,6 +21,7 @@ class ForwardConfig:
     tma: K and V through tensor descriptors. maxnreg: a cap on registers a thread. precision: of
     fp32 products, never plain TF32.
     whole: head dims are one tile, padded, even where two would pad less.
+    value_columns: V is padded to at least so many.
     """
 
     BLOCK_M: int
@@ -33,10 +34,15 @@ class ForwardConfig:
     overlap: int = 0
     precision: str = "ieee"
     whole: bool = False
+    value_columns: int = 16
 
     def widths(self, width: int) -> tuple[int, int]:
         """The two tiles of a head dim; the second may be 0."""
         return (max(16, 1 << (width - 1).bit_length()), 0) if self.whole else split_width(width)
+
+    def value_widths(self, width: int) -> tuple[int, int]:
+        """The two tiles of V's head dim."""
+        return self.widths(max(width, self.value_columns))
 
     def options(self, vectors: bool) -> dict[str, int]:
         """Launch options of the kernel. vectors: K and V are read by descriptors or 16 bytes at a
@@ -159,7 +165,13 @@ def forward_config(
             row = replace(row, whole=row.whole or split_width(E)[1] in (16, 32))
     else:
         row = _HALF[kind, width, features.dense]
-        pointers = features.pages or split_width(D)[1] > 0 or split_width(E)[1] > 0
+        least = min(64, split_width(D)[0])
+        if kind == "hopper" and M > 16 and sum(split_width(E)) < least:
+            # Narrower values than keys: where products read both from one place in shared memory,
+            # their descriptors for wgmma differ in the upper half, and ptxas 12.8 takes that of the
+            # values from a register that it has not set (12.9 does not).
+            row = replace(row, value_columns=least)
+        pointers = features.pages or split_width(D)[1] > 0 or row.value_widths(E)[1] > 0
         if row.tma and pointers:
             row = replace(row, overlap=2 if width <= 128 else 0)  # pointers take their registers
         elif row.overlap == 1 and features.dropout:

@@ -106,6 +106,9 @@ inline __attribute__((always_inline)) void __stwb(T* at, T value) {
 inline float __fdividef(float x, float y) {
   return x / y;
 }
+inline float __fmul_rn(float x, float y) {
+  return x * y;
+}
 inline float rsqrtf(float x) {
   return 1.0f / std::sqrt(x);
 }

@@ -82,9 +82,10 @@ struct OnlineSoftmax {
   }
 
   // Natural logarithm of the sum of exp(scaled scores), after finish(); -inf for a row without
-  // keys. It uses the same rounded product as the weights, so that the rounding error cancels.
+  // keys. It uses the same rounded product as the weights, so that the rounding error cancels; in
+  // one fused multiply-add with the sum, to which the compiler may turn `*` and `+`, it would not.
   __device__ __forceinline__ float lse(int half, float scale_log2) const {
-    return (m[half] * scale_log2 + ptx::lg2(l[half])) * kLn2;
+    return (__fmul_rn(m[half], scale_log2) + ptx::lg2(l[half])) * kLn2;
   }
 };
 

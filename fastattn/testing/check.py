@@ -226,7 +226,7 @@ def check_sample(
     rows = judged(results)
     douts = output_gradients(spec, sample, tuple(results[name] for name in spec.results))
     again: Callable[..., Results] = run
-    if backend in DETERMINISTIC_ON_REQUEST and sample.gradients:
+    if (backend, device.type) in DETERMINISTIC_ON_REQUEST and sample.gradients:
         again = functools.partial(run, deterministic=True)
         try:
             results = again(make(), douts)

@@ -20,9 +20,10 @@ from fastattn.testing.spec import Index, Inputs, OpSpec, Sample
 
 Results = dict[str, Tensor]
 Faults = dict[str, str]
-# Backends with the same bits in every run only under torch.use_deterministic_algorithms: sm90 adds
-# to attention's dq in any order otherwise.
-DETERMINISTIC_ON_REQUEST = ("sm90",)
+# Backends, and their device, with the same bits in every run only under
+# torch.use_deterministic_algorithms: otherwise sm90 and aten's memory-efficient attention add to
+# attention's dq in any order.
+DETERMINISTIC_ON_REQUEST = (("sm90", "cuda"), ("torch", "cuda"))
 _FILLS = {"finite": -3.5, "NaN": float("nan"), "inf": float("inf")}
 
 

@@ -117,7 +117,7 @@ def _needs_request(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
             _last_bit(results[0])
 
     _break(monkeypatch, "attention_bwd", "reference", adds)
-    monkeypatch.setattr(check, "DETERMINISTIC_ON_REQUEST", ("reference",))
+    monkeypatch.setattr(check, "DETERMINISTIC_ON_REQUEST", (("reference", "cpu"),))
 
 
 def test_bits_of_a_run_are_compared_under_deterministic_algorithms(

@@ -1,8 +1,8 @@
 """Attention by PyTorch's fused operators, adapted to the semantics of fastattn.
 
 CPU: aten's flash attention and its backward. CUDA: aten's flash attention for half precision
-without a dense mask, else its memory-efficient attention; neither has run on a GPU here yet.
-Dropout, a soft cap, the gradient of a mask or of a bias by distance, fp64 on a GPU and other
+without a dense mask, else its memory-efficient attention. Dropout, a soft cap, the gradient of a
+mask or of a bias by distance, a mask in fp32 of data in half precision, fp64 on a GPU and other
 devices: matrix products and a softmax, with memory O(M N). A bias by distance is a dense mask, so
 its memory is O(M N) too.
 

@@ -1,7 +1,4 @@
-"""aten's fused attention kernels as functions of a `Problem`, and which calls they support.
-
-The CUDA ones follow aten's schemas and have not run on a GPU yet.
-"""
+"""aten's fused attention kernels as functions of a `Problem`, and which calls they support."""
 
 import math
 from collections.abc import Callable
@@ -83,6 +80,8 @@ def _efficient_fwd(t: Problem) -> tuple[Tensor, Tensor]:
 
 def _efficient_bwd(t: Problem, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
     K, t = t.k.shape[1], _for_each_head(t)
+    # In half precision aten's kernel reads `out` as if it were stored as [B, M, H, E].
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)
     lse = F.pad(lse, (0, -lse.shape[2] % _LSE_ROWS), value=math.inf)
     unused = torch.zeros((), dtype=torch.int64)  # the state of aten's own dropout
     dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward.default(
@@ -107,10 +106,12 @@ def kernels(t: Problem, width: int) -> tuple[Callable[..., tuple[Tensor, ...]], 
 
 def is_fused(call: ForwardCall | BackwardCall) -> bool:
     """Whether aten has a sufficiently accurate fused kernel for the call."""
-    q = call.q
+    q, mask = call.q, call.mask
     if q.is_cuda:  # where half-precision kernels take a bias in half precision
         has_kernels = q.dtype == torch.float32 or (
-            q.dtype != torch.float64 and call.distance_bias is None
+            q.dtype != torch.float64
+            and call.distance_bias is None
+            and (mask is None or mask.dtype in (torch.bool, q.dtype))
         )
     else:
         has_kernels = q.is_cpu
@@ -169,8 +170,10 @@ def sequence_of(positions: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def packed_fwd(t: Problem, call: PackedForwardCall) -> tuple[Tensor, Tensor]:
+    # With a maximum of one query, aten takes every sequence to have one; it may have none.
+    longest = max(2, call.max_seqlen_q)
     out, lse, *_ = _aten._flash_attention_forward.default(
-        t.q, t.k, t.v, call.cu_seqlens_q, call.cu_seqlens_k, call.max_seqlen_q, call.max_seqlen_k,
+        t.q, t.k, t.v, call.cu_seqlens_q, call.cu_seqlens_k, longest, call.max_seqlen_k,
         0.0, t.causal, False, scale=t.scale,
     )  # fmt: skip
     return out, lse

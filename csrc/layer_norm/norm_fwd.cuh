@@ -84,29 +84,39 @@ __device__ __forceinline__ void store_result(const ForwardProblem& p, int64_t ro
 
 // A row is one part, unless it is longer than the registers of a block are many: then the parts'
 // statistics are merged (Chan, Golub and LeVeque 1979), and all parts but the last are read again.
+// Resident blocks: while one waits for a row or for its sum, the other loads and stores. The
+// kernels that are not listed would spill.
+template <class Z, int kWidth, int kValues, bool kAdd>
+constexpr int kForwardBlocks = kValues == kShortValues                 ? 10
+                               : kWidth > 1 && sizeof(Z) == 2 && !kAdd ? 2
+                                                                       : 1;
+
 template <class Z, class P, int kWidth, int kValues, bool kAdd>
 __global__ void __launch_bounds__(kValues == kShortValues ? kShortThreads : kMaxThreads,
-                                  kValues == kShortValues ? 10 : 1)
+                                  kForwardBlocks<Z, kWidth, kValues, kAdd>)
     norm_fwd_kernel(const ForwardProblem p) {
   const RowThread own(p.tiling.threads);
   RowSum row_sum(p.tiling.threads);
   const int part = columns_of(p.tiling);
-  const int last_part = (p.columns - 1) / part * part;
-  const int64_t step = static_cast<int64_t>(gridDim.x) * p.tiling.rows;
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * p.tiling.rows; first < p.rows;
-       first += step) {
+       first += static_cast<int64_t>(gridDim.x) * p.tiling.rows) {
     const int64_t row = first + own.row;
-    const int end = row < p.rows ? p.columns : 0;
+    const bool is_there = row < p.rows;
+    const auto columns_from = [&](int begin) {
+      const Columns all(p.tiling.threads, begin, own.lane, kWidth, p.columns);
+      return Columns(all, is_there);
+    };
     Tile<Z, kWidth, kValues> z;
     float mean = 0.0f, squares = 0.0f;  // of the parts so far
     for (int begin = 0; begin < p.columns; begin += part) {
-      const Columns columns(p.tiling.threads, begin, own.lane, kWidth, end);
+      const Columns columns = columns_from(begin);
       if constexpr (kAdd) {
         add_residual<Z, P>(p, row, columns, z);
       } else {
         z.load(p.x, row, columns);
       }
-      const float count = static_cast<float>(begin < last_part ? part : p.columns - begin);
+      const int count_here = begin + part < p.columns ? part : p.columns - begin;
+      const float count = static_cast<float>(count_here);
       float part_mean = 0.0f;
       if (p.centred) {
         float total[1] = {};
@@ -141,14 +151,15 @@ __global__ void __launch_bounds__(kValues == kShortValues ? kShortThreads : kMax
     const float variance = __fdividef(squares, static_cast<float>(p.columns));
     // Rounding may make it negative. Not fmaxf, which returns 0 for NaN.
     const float rstd = rsqrtf((variance < 0.0f ? 0.0f : variance) + p.eps);
-    if (own.lane == 0 && row < p.rows) {
+    if (own.lane == 0 && is_there) {
       p.rstd[row] = rstd;
       if (p.centred) {
         p.mean[row] = mean;
       }
     }
+    const int last_part = (p.columns - 1) / part * part;
     for (int begin = last_part; begin >= 0; begin -= part) {
-      const Columns columns(p.tiling.threads, begin, own.lane, kWidth, end);
+      const Columns columns = columns_from(begin);
       if (begin < last_part) {
         z.load(kAdd ? p.z : p.x, row, columns);
       }

@@ -2,8 +2,8 @@
 
 aten's layer norm saves its statistics in the parameters' dtype and, on CUDA, requires parameters in
 the data's dtype. So parameters are converted to fp32 (ones replace a missing weight of half
-precision data), and on CUDA the data too; the CUDA path has not run on a GPU yet. aten's RMS norm
-has no fused backward on CPUs; there it is computed by several operators.
+precision data), and on CUDA the data too. aten's RMS norm has no fused backward on CPUs; there it
+is computed by several operators.
 
 Functions return their results, None for gradients that are not needed.
 """

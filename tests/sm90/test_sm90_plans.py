@@ -86,13 +86,16 @@ def test_few_queries(
 
 
 @pytest.mark.parametrize("head_dim", CONFIGS)
-def test_instance_for_few_queries(native: ctypes.CDLL, head_dim: int) -> None:
-    """Rows of one warpgroup: the bounded instance, if it lets the others skip blocks."""
-    skips = CONFIGS[head_dim].skips
+def test_instance_for_warpgroups_without_rows(native: ctypes.CDLL, head_dim: int) -> None:
+    """The bounded instance, if it lets them skip blocks and they are many."""
+    c = CONFIGS[head_dim]
     for dims in ((head_dim, 8), (8, head_dim)):
-        assert native.wants_bounded(64, 1000, *dims, UNLIMITED, 0) == skips
-        assert native.wants_bounded(500, 1000, *dims, UNLIMITED, 9) == skips  # packed
-        assert not native.wants_bounded(65, 1000, *dims, UNLIMITED, 0)
+        for queries in (1, 64, 65, 192, 193, 512, 1024, 2048, 16384):
+            groups = -(-queries // c.tile_rows) * c.groups
+            spare = groups - -(-queries // ROWS)
+            expected = c.skips and 16 * spare >= groups
+            assert native.wants_bounded(queries, 1000, *dims, UNLIMITED, 0) == expected
+        assert native.wants_bounded(500, 1000, *dims, UNLIMITED, 9) == c.skips  # packed
         assert not native.wants_bounded(500, 1000, *dims, UNLIMITED, 3)
         assert native.wants_bounded(65, 1000, *dims, 0, 0)  # causal
 

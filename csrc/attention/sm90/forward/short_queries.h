@@ -16,15 +16,26 @@ inline bool bounds_restrict(const ForwardProblem& p) {
   return p.own_diagonals || keys.begin > 0 || keys.end < p.keys;
 }
 
-// Whether to use the bounded instance: the bounds exclude pairs, or all rows (of packed sequences,
-// the average) are those of one warpgroup, so that the others skip nearly all of their blocks. At
-// head dim 128 no warpgroup skips blocks, because of the ping-pong order.
+// Whether to use the bounded instance: the bounds exclude pairs, or many warpgroups have no rows
+// and skip nearly all of their blocks: at least a sixteenth, because the last tile ends early, or
+// of packed sequences all but one of a tile, as an average sequence has rows for one only. At head
+// dim 128 no warpgroup skips blocks, because of the ping-pong order.
 inline bool wants_bounded(const ForwardProblem& p) {
-  constexpr int kGroupRows = 64, kPingPongAbove = 64, kPingPongUpTo = 128;
+  constexpr int kGroupRows = 64, kPingPongAbove = 64, kPingPongUpTo = 128, kManyShare = 16;
   const int dim = larger(p.head_dim, p.value_dim);
   const bool spares = dim <= kPingPongAbove || dim > kPingPongUpTo;
-  const int rows = p.queries / larger(p.packing.sequences, 1);
-  return bounds_restrict(p) || (spares && rows <= kGroupRows);
+  if (bounds_restrict(p)) {
+    return true;
+  }
+  if (!spares) {
+    return false;
+  }
+  if (p.packing.sequences > 0) {
+    return p.queries / p.packing.sequences <= kGroupRows;
+  }
+  const int tile = forward_tile_rows(dim, Variant::kFull);
+  const int groups = ceil_div(p.queries, tile) * (tile / kGroupRows);
+  return kManyShare * (groups - ceil_div(p.queries, kGroupRows)) >= groups;
 }
 
 inline Bounds no_bounds(int queries, int keys) {

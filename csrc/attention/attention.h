@@ -303,7 +303,8 @@ struct BackwardProblem : Problem {
   float *lse2, *delta;  // one for each row; with an additive mask, lse2 is in natural units
   uint32_t* row_keys;   // dropout's, one for every two rows
   float* dq_sum;        // dq in fp32; head dims are padded to multiples of 64
-  int* dq_semaphores;   // one per block of rows and warpgroup; null: dq is summed in any order
+  int* dq_semaphores;   // one per block of rows and warpgroup
+  bool in_order;        // dq is summed in the order of the keys, otherwise in any order
   int* counter;         // one
   float* sink_terms;    // what each row adds to dsinks
 };

@@ -231,7 +231,6 @@ def _packed_forward(rows: int, sequences: int) -> None:
 def _backward(
     mask: Tensor | None = None,
     dropout_p: float = 0.0,
-    in_order: bool = False,
     sinks: Tensor | None = None,
     distance_bias: Tensor | None = None,
 ) -> None:
@@ -244,8 +243,7 @@ def _backward(
     changes = (
         torch.empty(0) if x is None else torch.empty_like(x) for x in (mask, distance_bias, sinks)
     )
-    with deterministic_algorithms(in_order):
-        sm90.attention_bwd(call, *map(torch.empty_like, (q, k, v)), *changes)
+    sm90.attention_bwd(call, *map(torch.empty_like, (q, k, v)), *changes)
 
 
 @pytest.mark.parametrize(
@@ -259,16 +257,16 @@ def _backward(
         (partial(_forward, 2, 30, 43, mask=torch.zeros(2, 1, 30, 43)), 5),
         # the counter, the order of sequences
         (partial(_packed_forward, 2049, 3), 2),
-        # lse2, delta, dq_sum, the counter
-        (_backward, 4),
-        # semaphores, dropout's row keys
-        (partial(_backward, dropout_p=0.1, in_order=True), 6),
+        # lse2, delta, dq_sum, its semaphores, the counter
+        (_backward, 5),
+        # dropout's row keys
+        (partial(_backward, dropout_p=0.1), 6),
         # what each row adds to dsinks
-        (partial(_backward, sinks=torch.zeros(3)), 5),
+        (partial(_backward, sinks=torch.zeros(3)), 6),
         # the bands of the gradient of distance_bias
-        (partial(_backward, distance_bias=torch.zeros(1, 3, 334)), 5),
+        (partial(_backward, distance_bias=torch.zeros(1, 3, 334)), 6),
         # bits, plain and classes of a mask; the splits of its gradient
-        (partial(_backward, torch.zeros(1, 1, 1, 270)), 8),
+        (partial(_backward, torch.zeros(1, 1, 1, 270)), 9),
     ],
 )
 def test_sections_of_the_workspace(

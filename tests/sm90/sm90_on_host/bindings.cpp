@@ -76,7 +76,7 @@ ENTRY void on_host_forward_plan(const fastattn::attention::ForwardProblem* p, in
 }
 // Whether thread blocks add to dq in the order of their keys.
 ENTRY int on_host_adds_in_order(const fastattn::attention::BackwardProblem* p) {
-  return p->dq_semaphores != nullptr;
+  return p->in_order;
 }
 ENTRY int on_host_dmask_splits(const fastattn::attention::BackwardProblem* p) {
   return p->dmask.splits;

@@ -1,7 +1,7 @@
 // Attention backward for Hopper, in three launches.
 //
 //   prepare   delta = rowsum(out dout) - dlse and lse in base 2, padded to whole blocks of rows;
-//             zeroes the dQ sums, or with additions in order their semaphores, and the counter
+//             zeroes the semaphores of the dQ sums and the counter
 //   main      a thread block owns 64 or 128 keys of one key/value head and loops over the rows that
 //             may attend them, in all query heads that share the head:
 //               P^T = exp(K Q^T - lse),  dP^T = V dO^T,  dS^T = P^T (dP^T - delta)
@@ -15,13 +15,13 @@
 // registers for the whole loop, P and dS are used as operands from registers; only dQ, which sums
 // over keys, needs dS in shared memory. Beyond, registers hold dK and dV of 64 keys in all: each
 // warpgroup owns columns of them, computes the scores of some rows and shares them with the others
-// through shared memory. dQ is summed in global memory by asynchronous adds: in any order, or, for
-// the same bits in every run, in the order of the keys. Lengths, causal masks and windows set the
-// bounds of the loop; blocks at their edges are masked in registers. Packed sequences are processed
-// one by one: blocks of rows and of keys begin where a sequence does. Dropout hashes rows in the
-// first launch and keys once per thread. A dense mask is classified beforehand
-// (mask_classes_bwd_sm90.cuh): blocks that it empties are skipped; an additive one is loaded into
-// the shared memory that dS uses afterwards.
+// through shared memory. dQ is summed in global memory by asynchronous adds, after the first block
+// of keys has stored: in any order, or, for the same bits in every run, in the order of the keys.
+// Lengths, causal masks and windows set the bounds of the loop; blocks at their edges are masked in
+// registers. Packed sequences are processed one by one: blocks of rows and of keys begin where a
+// sequence does. Dropout hashes rows in the first launch and keys once per thread. A dense mask is
+// classified beforehand (mask_classes_bwd_sm90.cuh): blocks that it empties are skipped; an
+// additive one is loaded into the shared memory that dS uses afterwards.
 //
 // Read in this order: config.cuh (shapes), tiles.cuh (arguments, which steps a thread block takes),
 // storage.cuh (shared memory, barriers), producer.cuh, consumer.cuh (the loop), dq.cuh, and this
@@ -58,7 +58,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
   // The shuffle tells the compiler that the value is the same in all lanes of a warp.
   const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
+  ptx::griddepcontrol_wait();
+  int number = 0;
   if (threadIdx.x == 0) {
+    number = atomicAdd(args.counter, 1);  // its latency overlaps with what follows
     init_barriers<Traits>(shared);
     for (const CUtensorMap* map : {&args.q_map, &args.k_map, &args.v_map, &args.dout_map}) {
       ptx::prefetch_tensormap(map);
@@ -66,10 +69,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if (Traits::kBias && args.bias_by_tma) {
       ptx::prefetch_tensormap(&args.bias_map);
     }
-  }
-  ptx::griddepcontrol_wait();
-  if (threadIdx.x == 0) {
-    shared.work = key_block_of<Traits>(args, atomicAdd(args.counter, 1));
+    shared.work = key_block_of<Traits>(args, number);
   }
   __syncthreads();
   ptx::griddepcontrol_launch_dependents();
@@ -92,18 +92,26 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
 // -- launcher ------------------------------------------------------------------------------------
 // Key/value heads of an L2 swizzle group: their queries, output gradients and dQ sums fit into L2.
-inline int swizzle_group_heads(const BackwardProblem& p) {
+// Where all blocks of keys have as many rows, there are no more of them than the multiprocessors
+// compute at the same time: a dQ sum leaves the cache sooner. Otherwise the order within a larger
+// group balances the load.
+inline int swizzle_group_heads(const BackwardProblem& p, int key_blocks, int multiprocessors) {
   constexpr int64_t kCacheBytes = int64_t{40} << 20;
   const int64_t row_bytes = int64_t{2} * (p.head_dim + p.value_dim) + int64_t{4} * p.head_dim;
   const int64_t queries = p.packing.query_offsets ? p.packing.max_queries : p.queries;
   const int64_t head_bytes = std::max<int64_t>(1, row_bytes * queries * (p.heads / p.kv_heads));
-  const int64_t fitting = std::max<int64_t>(1, kCacheBytes / head_bytes);
+  int64_t fitting = std::max<int64_t>(1, kCacheBytes / head_bytes);
+  const Range all = keys_of_all({0, p.queries}, p.bounds, p.keys);
+  if (!p.packing.query_offsets && all.begin <= 0 && all.end >= p.keys) {
+    fitting = std::min<int64_t>(fitting, ceil_div(multiprocessors, key_blocks));
+  }
   return static_cast<int>(std::min<int64_t>(fitting, int64_t{p.batch} * p.kv_heads));
 }
 
 // False if the driver refuses a tensor map.
 template <class Traits>
-bool set_arguments(BackwardArguments& args, const BackwardProblem& p, CUtensorMapDataType type) {
+bool set_arguments(BackwardArguments& args, const BackwardProblem& p, CUtensorMapDataType type,
+                   int multiprocessors) {
   const bool encoded =
       sm90::encode_tensor_map(&args.q_map, type, p.q, {p.batch, p.heads, p.queries, p.head_dim},
                               Traits::kRows) &&
@@ -127,6 +135,7 @@ bool set_arguments(BackwardArguments& args, const BackwardProblem& p, CUtensorMa
   args.dlse = p.dlse;
   args.dq_sum = p.dq_sum;
   args.dq_semaphores = p.dq_semaphores;
+  args.in_order = p.in_order;
   args.counter = p.counter;
   args.heads = p.heads;
   args.heads_per_kv = p.heads / p.kv_heads;
@@ -146,8 +155,9 @@ bool set_arguments(BackwardArguments& args, const BackwardProblem& p, CUtensorMa
   args.sinks = p.sinks.data;
   args.sink_terms = p.sink_terms;
   args.changes = changes_here(p.changes, p.scale);
-  args.order = {blocks_of(p.packing, p.keys, Traits::kKeys), p.batch * p.kv_heads,
-                swizzle_group_heads(p)};
+  const int key_blocks = blocks_of(p.packing, p.keys, Traits::kKeys);
+  args.order = {key_blocks, p.batch * p.kv_heads,
+                swizzle_group_heads(p, key_blocks, multiprocessors)};
   return true;
 }
 
@@ -167,7 +177,7 @@ const char* attention_bwd_sm90(const BackwardProblem& p, cudaStream_t stream) {
   }
 
   BackwardArguments args;
-  if (!set_arguments<Traits>(args, p, TypeOf<kType>::kMapType)) {
+  if (!set_arguments<Traits>(args, p, TypeOf<kType>::kMapType, device.multiprocessors)) {
     return kRefusedMap;
   }
 

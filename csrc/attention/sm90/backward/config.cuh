@@ -21,33 +21,32 @@ enum class Split {
   kRowsAndColumns,  // scores by rows, dK, dV and dQ^T by columns
 };
 
-// These kernels have not run on a GPU. TFLOP/s below were measured for other kernels on an H200,
-// with bf16, 16384 tokens and 2048 / head dim heads, without masks.
+// TFLOP/s below: of the whole backward on an H200, bf16, 2 sequences of 8192 tokens, 2048 / head
+// dim heads, without masks.
 struct BackwardConfig {
   int groups;  // consumer warpgroups
   int rows;    // queries of a block
-  int stages;  // blocks of rows in shared memory
+  int stages;  // blocks of Q in shared memory
   Split split;
   int producer_registers, consumer_registers;
 };
 
 constexpr BackwardConfig backward_config(int head_dim, Variant variant) {
   switch (head_dim) {
-    case 64:
-      if (is_dense(variant) || changes_scores(variant)) {  // 232 registers would spill four bytes
-        return {2, 128, 2, Split::kKeysAndRows, 24, 240};
-      }
-      return {2, 128, 2, Split::kKeysAndRows, 40, 232};  // 517 TFLOP/s
+    case 64:  // 499 TFLOP/s; with 232 registers lse could not be read early
+      return {2, 128, 2, Split::kKeysAndRows, 24, 240};
     case 128:
       if (changes_scores(variant)) {  // 80 rows would spill up to 76 bytes
         return {2, 64, 2, Split::kKeysAndColumns, 24, 240};
       }
-      // 593 TFLOP/s; 64 rows: 570; 232 registers would serialise wgmma
+      // 603 TFLOP/s; 232 registers would serialise wgmma
       return {2, 80, 2, Split::kKeysAndColumns, 24, 240};
-    case 192:  // no figure: as much as fits
-      return {3, 96, 1, Split::kRowsAndColumns, 32, 160};
-    case 256:  // no figure: as much as fits
-      return {2, 64, 1, Split::kRowsAndColumns, 40, 232};
+    // 404 and 398 TFLOP/s: as much as fits. With one Q, a third of the warps' samples in a profile
+    // were waits for the next. An additive mask is loaded into P and dS, which must not be in use.
+    case 192:
+      return {3, 96, is_additive(variant) ? 1 : 2, Split::kRowsAndColumns, 32, 160};
+    case 256:
+      return {2, 64, is_additive(variant) ? 1 : 2, Split::kRowsAndColumns, 40, 232};
   }
   return {};
 }
@@ -77,8 +76,13 @@ struct BackwardTraits {
   static constexpr int kGroupChunks = kGroupColumns / sm90::kChunkColumns;
   // Rows of a warpgroup's scores.
   static constexpr int kScoreRows = kSplitsKeys ? kRows : kRows / kGroups;
-  // Floats that one warpgroup adds to dQ in a step.
+  // Buffers of dO and of dS.
+  static constexpr int kDoutStages = kSplitsKeys ? kStages : 1;
+  // Floats that one warpgroup adds to dQ in a step, and in how many pieces: a smaller buffer of
+  // them leaves room for the second block of Q.
   static constexpr int kChunkFloats = kRows * kColumns / kGroups;
+  static constexpr int kDqPieces = kStages > kDoutStages ? 2 : 1;
+  static constexpr int kPieceFloats = kChunkFloats / kDqPieces;
 
   using RowTile = SharedTile<Element, kRows, kColumns>;
   using KeyTile = SharedTile<Element, kKeys, kColumns>;
@@ -92,8 +96,7 @@ struct BackwardTraits {
                               : kRows == kGroups * kMmaRows,
                 "a warpgroup computes whole chunks of columns or 64 rows of dQ");
   static_assert(kSplitsKeys || kHeadDim == kColumns, "columns divide evenly among warpgroups");
-  static_assert(kSplitsKeys ? kStages == 2 : kStages == 1,
-                "there are two buffers of dS, or the only Q guards the only P and dS");
+  static_assert(!kSplitsKeys || kStages == 2, "there are two buffers of dS");
   static_assert(!kTransposesDq || !kSplitsKeys || kGroupChunks == 1);
   static_assert(kGroups <= 3, "the producer warpgroup has a dQ warp for each of them");
 };

@@ -94,17 +94,18 @@ struct BackwardConsumer {
     Dq rDq;
     own.await_rows();
     steps.open();
-    issue_product(rS, k_rows, q_rows);
+    issue_product(rS, k_rows, q_rows, own.slot());
     own.await_dout();
-    issue_product(rDp, v_rows, dout_rows);
+    issue_product(rDp, v_rows, dout_rows, own.dout_slot());
     draw_kept(own, kept);
+    const EarlyLse<Traits> early(own);
     ptx::wgmma_wait_group<1>();
     ptx::pin(rS);
     if constexpr (Traits::kScores) {
       change_scores(own, rS, steps.biases());
     }
     steps.add_mask(rS);
-    weigh(own, rS, kept);
+    weigh(own, rS, early, kept);
     ptx::wgmma_wait_group<0>();
     ptx::pin(rDp);
     if (Traits::kScores && own.args.changes.cap_log2 > 0.0f) {
@@ -115,33 +116,45 @@ struct BackwardConsumer {
     steps.mask(rP, rDs);
     steps.before_stores();
     if constexpr (kSplitsKeys) {
-      store_scores(shared.ds[own.slot()], rDs);
-      issue_gradient(rDv, rP, dout_columns);
+      store_scores(shared.ds[own.dout_slot()], rDs);
+      issue_gradient(rDv, rP, dout_columns, own.dout_slot());
       sync_scores();
+      issue_dq<0>(rDq, own.dout_slot());
+      ptx::wgmma_wait_group<1>();
+      ptx::pin(rDv);
+      ptx::pin(rP);
+      steps.close();
+      issue_gradient(rDk, rDs, q_columns, own.slot());
+      ptx::wgmma_wait_group<1>();
+      ptx::pin(rDq[0]);
+      steps.after_dq();
+      stage_dq<0>(own, rDq);
     } else {
-      // The last step's P and dS have been read: this step's Q was loaded into the only buffer
-      // after every warpgroup had released it.
+      if constexpr (Traits::kStages > 1) {
+        own.sync_consumers();  // every warpgroup has read the last step's P and dS
+      }  // with one Q, this step's was loaded after that
       store_scores(shared.p.tile, rP);
-      store_scores(shared.ds[own.slot()], rDs);
+      store_scores(shared.ds[own.dout_slot()], rDs);
       sync_scores();
-      issue_gradient(rDv, shared.p.tile, dout_columns);
+      issue_gradient(rDv, shared.p.tile, dout_columns, own.dout_slot());
+      issue_dq<0>(rDq, own.dout_slot());
+      if constexpr (Part::kDqParts > 1) {
+        issue_dq<1>(rDq, own.dout_slot());
+      }
+      ptx::wgmma_wait_group<Part::kDqParts>();
+      ptx::pin(rDv);
+      own.release_dout();
+      steps.close();
+      issue_gradient(rDk, shared.ds[own.dout_slot()], q_columns, own.slot());
+      ptx::wgmma_wait_group<(Traits::kDqPieces < Part::kDqParts) ? 1 : Part::kDqParts>();
+      ptx::pin(rDq[0]);
+      if constexpr (Traits::kDqPieces > 1) {
+        stage_dq<0>(own, rDq);
+        ptx::wgmma_wait_group<1>();
+      }
+      ptx::pin(rDq[Part::kDqParts - 1]);
+      stage_dq<Traits::kDqPieces - 1>(own, rDq);
     }
-    issue_dq(rDq);
-    ptx::wgmma_wait_group<1>();
-    ptx::pin(rDv);
-    ptx::pin(rP);
-    steps.close();
-    if constexpr (kSplitsKeys) {
-      issue_gradient(rDk, rDs, q_columns);
-    } else {
-      issue_gradient(rDk, shared.ds[own.slot()], q_columns);
-    }
-    ptx::wgmma_wait_group<1>();
-    for (auto& part : rDq) {
-      ptx::pin(part);
-    }
-    steps.after_dq();
-    stage_dq(own, rDq);
     ptx::wgmma_wait_group<0>();
     ptx::pin(rDk);
     ptx::pin(rDs);
@@ -149,14 +162,15 @@ struct BackwardConsumer {
   }
 
   // 64 keys x kScoreRows: K Q^T or V dO^T.
-  __device__ __forceinline__ void issue_product(Scores& acc, uint64_t keys, uint64_t rows) {
-    if constexpr (Traits::kStages == 1) {
+  __device__ __forceinline__ void issue_product(Scores& acc, uint64_t keys, uint64_t rows,
+                                                int slot) {
+    if constexpr (!kSplitsKeys) {
       // Loop-invariant, like the descriptors derived from it: pinned, as there are no registers to
       // keep all of these.
       ptx::pin(keys);
       ptx::pin(rows);
     }
-    rows = sm90::descriptor_at(rows, own.slot() * Traits::RowTile::kBytes);
+    rows = sm90::descriptor_at(rows, slot * Traits::RowTile::kBytes);
     ptx::pin(acc);
     ptx::wgmma_fence();
 #pragma unroll
@@ -190,9 +204,9 @@ struct BackwardConsumer {
   }
 
   // dV += P^T dO or dK += dS^T Q, from this warpgroup's scores ...
-  __device__ __forceinline__ void issue_gradient(Gradient& acc, ScoreOperand& scores,
-                                                 uint64_t rows) {
-    rows = sm90::descriptor_at(rows, own.slot() * Traits::RowTile::kBytes);
+  __device__ __forceinline__ void issue_gradient(Gradient& acc, ScoreOperand& scores, uint64_t rows,
+                                                 int slot) {
+    rows = sm90::descriptor_at(rows, slot * Traits::RowTile::kBytes);
     ptx::pin(acc);
     ptx::pin(scores);
     ptx::wgmma_fence();
@@ -208,9 +222,9 @@ struct BackwardConsumer {
   // ... or from those of all warpgroups.
   __device__ __forceinline__ void issue_gradient(Gradient& acc,
                                                  const typename Traits::ScoreTile& scores,
-                                                 uint64_t rows) {
+                                                 uint64_t rows, int slot) {
     const uint64_t keys = columns_from(scores, 0);
-    rows = sm90::descriptor_at(rows, own.slot() * Traits::RowTile::kBytes);
+    rows = sm90::descriptor_at(rows, slot * Traits::RowTile::kBytes);
     ptx::pin(acc);
     ptx::wgmma_fence();
 #pragma unroll
@@ -222,25 +236,21 @@ struct BackwardConsumer {
     ptx::wgmma_commit_group();
   }
 
-  __device__ __forceinline__ void issue_dq(Dq& parts) {
-    const uint64_t ds = sm90::descriptor_at(ds_dq, own.slot() * Traits::ScoreTile::kBytes);
-    for (auto& part : parts) {
-      ptx::pin(part);
-    }
+  template <int kPart>
+  __device__ __forceinline__ void issue_dq(Dq& parts, int slot) {
+    const uint64_t ds = sm90::descriptor_at(ds_dq, slot * Traits::ScoreTile::kBytes);
+    const uint64_t k = sm90::descriptor_at(k_dq, kPart * Traits::KeyTile::kChunkBytes);
+    ptx::pin(parts[kPart]);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int part = 0; part < Part::kDqParts; ++part) {
-      const uint64_t k = sm90::descriptor_at(k_dq, part * Traits::KeyTile::kChunkBytes);
-#pragma unroll
-      for (int step = 0; step < kKeys / kMmaK; ++step) {
-        const uint64_t keys = sm90::descriptor_at(k, sm90::n_major_step(step));
-        const uint64_t scores = sm90::descriptor_at(ds, sm90::k_major_step(step, kRows));
-        if constexpr (Traits::kTransposesDq) {
-          DqMma::template ss<Element, ptx::kMajorK, ptx::kMajorN>(parts[part], keys, scores,
-                                                                  step > 0);
-        } else {
-          DqMma::template ss<Element, ptx::kMajorN>(parts[part], scores, keys, step > 0);
-        }
+    for (int step = 0; step < kKeys / kMmaK; ++step) {
+      const uint64_t keys = sm90::descriptor_at(k, sm90::n_major_step(step));
+      const uint64_t scores = sm90::descriptor_at(ds, sm90::k_major_step(step, kRows));
+      if constexpr (Traits::kTransposesDq) {
+        DqMma::template ss<Element, ptx::kMajorK, ptx::kMajorN>(parts[kPart], keys, scores,
+                                                                step > 0);
+      } else {
+        DqMma::template ss<Element, ptx::kMajorN>(parts[kPart], scores, keys, step > 0);
       }
     }
     ptx::wgmma_commit_group();

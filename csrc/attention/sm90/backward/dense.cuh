@@ -120,7 +120,7 @@ __device__ __forceinline__ void clear_rows_without_keys(const BackwardPart<Trait
   const StepMetadata& metadata = metadata_of(own);
   if (metadata.flags & kHasDead) {
     own.await_dout();
-    for (auto* tile : {&own.shared.q[own.slot()], &own.shared.dout[own.slot()]}) {
+    for (auto* tile : {&own.shared.q[own.slot()], &own.shared.dout[own.dout_slot()]}) {
       tile->clear_unmarked_rows(metadata.live, threadIdx.x % kWarpgroup, kWarpgroup);
     }
     own.fence_for_wgmma();

@@ -21,13 +21,13 @@ __device__ __forceinline__ int rank_among_visitors(const BackwardArguments& args
   return work.first_key / Traits::kKeys - added.begin;
 }
 
-// Without semaphores in any order, to sums that the prepare kernel has zeroed; with semaphores in
-// the order of the keys, where the first block of keys stores instead of adding. Thread blocks draw
-// blocks of keys in this order, so that the one that is waited for is already running.
+// The first block of keys stores instead of adding, and the others wait for it: zeroed sums would
+// be written once and read once more. They add in any order, or in the order of the keys. Thread
+// blocks draw blocks of keys in this order, so that the one that is waited for is already running.
 template <class Traits>
 __device__ __forceinline__ void add_dq(BackwardStorage<Traits>& shared,
                                        const BackwardArguments& args, int group) {
-  constexpr int kBytes = Traits::kChunkFloats * sizeof(float);
+  constexpr int kBytes = Traits::kPieceFloats * sizeof(float);
   const KeyBlock& work = shared.work;
   const uint32_t from = shared.dq[group].address();
   Slot& slot = shared.dq_slots[group];
@@ -38,32 +38,30 @@ __device__ __forceinline__ void add_dq(BackwardStorage<Traits>& shared,
     const int64_t chunk =
         static_cast<int64_t>(row_block_number(args, work, step)) * Traits::kGroups + group;
     float* to = args.dq_sum + chunk * Traits::kChunkFloats;
-    if (args.dq_semaphores) {
-      int* semaphore = args.dq_semaphores + chunk;
-      const int rank = rank_among_visitors<Traits>(args, work, step);
-      // Polls before dQ is ready: the latency overlaps with the products.
-      while (ptx::load_acquire(semaphore) != rank) {
-      }
-      ptx::fence_proxy_async_global();
+    int* semaphore = args.dq_semaphores + chunk;
+    const int rank = rank_among_visitors<Traits>(args, work, step);
+    // Polls before dQ is ready: the latency overlaps with the products.
+    while (ptx::load_acquire(semaphore) < (args.in_order ? rank : smaller(rank, 1))) {
+    }
+    ptx::fence_proxy_async_global();
+#pragma unroll
+    for (int piece = 0; piece < Traits::kDqPieces; ++piece) {
+      float* piece_to = to + piece * Traits::kPieceFloats;
       slot.full.wait(position.phase());
       if (rank == 0) {
-        ptx::cp_async_bulk_store(to, from, kBytes);
+        ptx::cp_async_bulk_store(piece_to, from, kBytes);
       } else {
-        ptx::cp_reduce_async_bulk_add(to, from, kBytes);
+        ptx::cp_reduce_async_bulk_add(piece_to, from, kBytes);
       }
       ptx::cp_async_bulk_commit_group();
       ptx::cp_async_bulk_wait_group_read();
       slot.empty.arrive();
+      position.advance();
+    }
+    if (args.in_order || rank == 0) {
       ptx::cp_async_bulk_wait_group();
       ptx::store_release(semaphore, rank + 1);
-    } else {
-      slot.full.wait(position.phase());
-      ptx::cp_reduce_async_bulk_add(to, from, kBytes);
-      ptx::cp_async_bulk_commit_group();
-      ptx::cp_async_bulk_wait_group_read();
-      slot.empty.arrive();
     }
-    position.advance();
     step = next_step<Traits>(args, work, step);
   }
   ptx::cp_async_bulk_wait_group();

@@ -1,5 +1,5 @@
 // The launches before and after the main kernel of the Hopper attention backward: lse and delta of
-// the rows and zeroed dQ sums, then the conversion of these sums. See attention_bwd_sm90.cuh.
+// the rows, then the conversion of the dQ sums. See attention_bwd_sm90.cuh.
 #pragma once
 
 #include "attention/sm90/backward/config.cuh"
@@ -47,6 +47,9 @@ __global__ void __launch_bounds__(kPrepareThreads)
   const Range live = rows_of_some({0, sequence.keys}, sequence.bounds, sequence.queries);
   const int column = threadIdx.x % kRowThreads * kPieceColumns;
   ptx::griddepcontrol_launch_dependents();
+  if (threadIdx.x < Traits::kGroups) {
+    args.dq_semaphores[static_cast<int64_t>(blockIdx.x) * Traits::kGroups + threadIdx.x] = 0;
+  }
 
   const auto piece = [&](const TensorView& x, int row) {
     const Element* first = static_cast<const Element*>(x.data) + sequence.entry * x.batch_stride +
@@ -94,17 +97,6 @@ __global__ void __launch_bounds__(kPrepareThreads)
     for (int i = threadIdx.x; i < kUnits; i += kPrepareThreads) {
       args.row_keys[static_cast<int64_t>(blockIdx.x) * kUnits + i] =
           dropout::absorb(state, origin.row_unit + dropout::units(first_row) + i);
-    }
-  }
-  if (args.dq_semaphores) {
-    if (threadIdx.x < Traits::kGroups) {
-      args.dq_semaphores[static_cast<int64_t>(blockIdx.x) * Traits::kGroups + threadIdx.x] = 0;
-    }
-  } else {
-    constexpr int kBlockFloats = Traits::kGroups * Traits::kChunkFloats;
-    float4* sum = reinterpret_cast<float4*>(args.dq_sum + int64_t{kBlockFloats} * blockIdx.x);
-    for (int i = threadIdx.x; i < kBlockFloats / 4; i += kPrepareThreads) {
-      sum[i] = {};
     }
   }
   if (blockIdx.x == 0 && threadIdx.x == 0) {

@@ -6,24 +6,23 @@
 
 namespace fastattn::attention {
 
-// Into shared memory, from where a dQ warp adds it to the sum. Each thread stores four floats at a
-// time, side by side: no bank conflicts.
-template <class Traits>
+// A piece of it into shared memory, from where a dQ warp adds it to the sum. Each thread stores
+// four floats at a time, side by side: no bank conflicts.
+template <int kPiece, class Traits>
 __device__ __forceinline__ void stage_dq(const BackwardPart<Traits>& own,
                                          const typename BackwardPart<Traits>::Dq& parts) {
-  constexpr int kFours = BackwardPart<Traits>::kDqWidth / 8;
+  using Part = BackwardPart<Traits>;
+  constexpr int kPartFours = Part::kDqWidth / 8;
+  constexpr int kFours = Part::kDqParts * kPartFours / Traits::kDqPieces;
   Slot& slot = own.shared.dq_slots[own.group];
-  // Each step fills one stage and one buffer of dQ, so both count steps.
-  const RingPosition<1> position = {own.stage.passed};
+  const RingPosition<1> position = {own.stage.passed * Traits::kDqPieces + kPiece};
   slot.empty.wait(position.phase() ^ 1);
   float4* to = reinterpret_cast<float4*>(own.shared.dq[own.group].data) + threadIdx.x % kWarpgroup;
 #pragma unroll
-  for (const auto& acc : parts) {
-#pragma unroll
-    for (int i = 0; i < kFours; ++i) {
-      to[i * kWarpgroup] = {acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]};
-    }
-    to += kFours * kWarpgroup;
+  for (int i = 0; i < kFours; ++i) {
+    const int four = kPiece * kFours + i;
+    const float* from = parts[four / kPartFours] + 4 * (four % kPartFours);
+    to[i * kWarpgroup] = {from[0], from[1], from[2], from[3]};
   }
   ptx::fence_proxy_async();
   __syncwarp();

@@ -80,7 +80,7 @@ __device__ __forceinline__ void clear_dead_rows(const BackwardPart<Traits>& own,
                       smaller(live.end - first_row, Traits::kRows)};
   own.await_dout();
   clear_outside(own.shared.q[own.slot()], rows);
-  clear_outside(own.shared.dout[own.slot()], rows);
+  clear_outside(own.shared.dout[own.dout_slot()], rows);
   own.fence_for_wgmma();
 }
 

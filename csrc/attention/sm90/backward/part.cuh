@@ -42,7 +42,12 @@ struct BackwardPart {
                static_cast<int>(threadIdx.x) % kWarp},
         leader(threadIdx.x % kWarpgroup == 0) {}
 
+  // The slot of Q and of what is loaded with it, and that of dO and dS.
   __device__ __forceinline__ int slot() const { return stage.index(); }
+  __device__ __forceinline__ RingPosition<Traits::kDoutStages> dout_stage() const {
+    return {stage.passed};
+  }
+  __device__ __forceinline__ int dout_slot() const { return dout_stage().index(); }
   __device__ __forceinline__ int first_own_key() const {
     return kSplitsKeys ? group * kMmaRows : 0;
   }
@@ -51,11 +56,11 @@ struct BackwardPart {
   }
   __device__ __forceinline__ int first_own_chunk() const { return group * Traits::kGroupChunks; }
 
-  // With an additive mask or changes of scores there are no registers for values derived from the
-  // lane: pinned, they are recomputed where they are needed.
+  // With an additive mask, changes of scores, or a mask and dropout there are no registers for
+  // values derived from the lane: pinned, they are recomputed where they are needed.
   __device__ __forceinline__ AccumulatorThread thread_here() const {
     uint32_t lane[] = {static_cast<uint32_t>(thread.lane)};
-    if constexpr (Traits::kBias || Traits::kScores) {
+    if constexpr (Traits::kBias || Traits::kScores || (Traits::kDense && Traits::kDropout)) {
       ptx::pin(lane);
     }
     return {thread.warp, static_cast<int>(lane[0])};
@@ -76,7 +81,13 @@ struct BackwardPart {
 
   __device__ __forceinline__ void await_rows() { shared.q_slots[slot()].full.wait(stage.phase()); }
   __device__ __forceinline__ void await_dout() const {
-    shared.dout_full[slot()].wait(stage.phase());
+    shared.dout_full[dout_slot()].wait(dout_stage().phase());
+  }
+  // dO and delta, where they are not released with Q.
+  __device__ __forceinline__ void release_dout() const {
+    if (Traits::kDoutStages < Traits::kStages && leader) {
+      shared.dout_empty.arrive();
+    }
   }
   __device__ __forceinline__ void release_rows() {
     if (leader) {

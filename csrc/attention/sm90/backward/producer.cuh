@@ -50,10 +50,14 @@ __device__ __forceinline__ void load_blocks(BackwardStorage<Traits>& shared,
                                  ptx::kEvictLast);
     load_row_values(shared.lse2[stage.index()], args.lse2 + row_offset, q_slot.full);
 
-    Barrier& dout_full = shared.dout_full[stage.index()];
-    shared.dout[stage.index()].load(&args.dout_map, dout_full, row, head, sequence.entry,
-                                    ptx::kEvictLast);
-    load_row_values(shared.delta[stage.index()], args.delta + row_offset, dout_full);
+    const RingPosition<Traits::kDoutStages> dout_stage = {stage.passed};
+    if constexpr (Traits::kDoutStages < Traits::kStages) {
+      shared.dout_empty.wait(dout_stage.phase() ^ 1);
+    }
+    Barrier& dout_full = shared.dout_full[dout_stage.index()];
+    shared.dout[dout_stage.index()].load(&args.dout_map, dout_full, row, head, sequence.entry,
+                                         ptx::kEvictLast);
+    load_row_values(shared.delta[dout_stage.index()], args.delta + row_offset, dout_full);
     if constexpr (Traits::kBias) {
       if (args.bias_by_tma) {
         load_bias<Traits>(shared, args, stage);

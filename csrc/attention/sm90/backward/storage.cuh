@@ -10,7 +10,9 @@
 //                     dropout's row keys), and of lse
 //   q_slots[s].empty  every consumer, after the step's products  kGroups      1  load warp
 //   dout_full[s]      load warp, with the bytes of dO, of delta        2      0  consumers
-//   dq_slots[g].full  warps of consumer g, after their stores          4      0  dQ warp g
+//   dout_empty        every consumer, after its dV products      kGroups      1  load warp
+//                     with fewer buffers of dO than of Q
+//   dq_slots[g].full  warps of consumer g, after a piece's stores      4      0  dQ warp g
 //   dq_slots[g].empty dQ warp g, when the addition has read            1      1  consumer g
 //   bias.full[s]      load warp, with the bytes of the mask            1      0  consumers that add
 //   bias.scores_read  every consumer, after its dQ products      kGroups      1  load warp or,
@@ -18,13 +20,15 @@
 //                                                                                consumers
 //   passed            thread 0, before any thread waits                1      0  weigh
 //
-// The products with Q are the last ones of a step: releasing Q releases dO and everything else that
-// the step has loaded, which therefore has no barrier `empty`.
+// The products with Q are the last ones of a step: releasing Q releases everything else that the
+// step has loaded, which therefore has no barrier `empty`; except dO and delta, of which there is
+// one buffer where there are two of Q.
 //
 // Named barriers (bar.sync); 0 is __syncthreads.
 //
 //   number             who arrives and waits                      threads
-//   kScoresBarrier     all consumers: dS has been written   kGroups x 128
+//   kScoresBarrier     all consumers: dS has been written;  kGroups x 128
+//                      before that, with two buffers of Q and one of dS: it has been read
 //   kGroupBarrier + g  the four warps of consumer g                   128
 #pragma once
 
@@ -92,15 +96,16 @@ struct BiasBarriers<Traits, false> {};
 template <class Traits>
 struct BackwardStorage {
   typename Traits::KeyTile k, v;
-  typename Traits::RowTile q[Traits::kStages], dout[Traits::kStages];
-  typename Traits::ScoreTile ds[Traits::kStages];
+  typename Traits::RowTile q[Traits::kStages], dout[Traits::kDoutStages];
+  typename Traits::ScoreTile ds[Traits::kDoutStages];
   WeightStage<Traits> p;
-  BulkBuffer<float, Traits::kChunkFloats> dq[Traits::kGroups];
-  BulkBuffer<float, Traits::kRows> lse2[Traits::kStages], delta[Traits::kStages];
+  BulkBuffer<float, Traits::kPieceFloats> dq[Traits::kGroups];
+  BulkBuffer<float, Traits::kRows> lse2[Traits::kStages], delta[Traits::kDoutStages];
 
   Barrier kv_full;
   Slot q_slots[Traits::kStages];
-  Barrier dout_full[Traits::kStages];
+  Barrier dout_full[Traits::kDoutStages];
+  Barrier dout_empty;
   Slot dq_slots[Traits::kGroups];
   Barrier passed;
   KeyBlock work;
@@ -127,8 +132,11 @@ __device__ __forceinline__ void init_barriers(BackwardStorage<Traits>& shared) {
   for (int stage = 0; stage < Traits::kStages; ++stage) {
     shared.q_slots[stage].full.init(kTwoLoads);
     shared.q_slots[stage].empty.init(Traits::kGroups);
-    shared.dout_full[stage].init(kTwoLoads);
   }
+  for (Barrier& full : shared.dout_full) {
+    full.init(kTwoLoads);
+  }
+  shared.dout_empty.init(Traits::kGroups);
   for (Slot& slot : shared.dq_slots) {
     slot.full.init(kWarpsPerGroup);
     slot.empty.init(1);

@@ -21,7 +21,8 @@ struct BackwardArguments : LengthsAndBounds {
   float *lse2, *delta;
   uint32_t* row_keys;  // dropout's, a word for every two rows
   float* dq_sum;       // [batch, heads, row_blocks, groups, kChunkFloats]
-  int* dq_semaphores;  // [batch, heads, row_blocks, groups]; null: any order
+  int* dq_semaphores;  // [batch, heads, row_blocks, groups]: the blocks of keys that have added
+  bool in_order;       // otherwise 1 as soon as the first one has
   int* counter;
   int heads, heads_per_kv;
   int queries, keys, head_dim, value_dim;

@@ -90,24 +90,48 @@ __device__ __forceinline__ const float* own_lse2(const BackwardPart<Traits>& own
   return own.shared.lse2[own.slot()].data + own.first_score_row() + own.thread.first_column();
 }
 
+// The lse of this thread's rows, read before the wait for the scores where there are registers: a
+// read takes as long as several exponentials.
+template <class Traits>
+struct EarlyLse {
+  static constexpr bool kReads =
+      Traits::kSplitsKeys && !Traits::kDense && !Traits::kDropout && !Traits::kScores;
+  static constexpr int kPairs = kReads ? Traits::kScoreRows / 8 : 0;
+  float2 pairs[kReads ? kPairs : 1];
+
+  __device__ __forceinline__ explicit EarlyLse(const BackwardPart<Traits>& own) {
+    const float* lse2 = own_lse2(own);
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      pairs[i] = *reinterpret_cast<const float2*>(lse2 + 8 * i);
+    }
+  }
+};
+
 // Scores become weights: 2^(s scale_log2 - lse2).
 template <class Traits>
 __device__ __forceinline__ void weigh(const BackwardPart<Traits>& own,
                                       typename BackwardPart<Traits>::Scores& s,
-                                      const KeptBits<Traits>& kept) {
+                                      const EarlyLse<Traits>& early, const KeptBits<Traits>& kept) {
   const float* lse2 = own_lse2(own);
+  constexpr bool kHalf = std::is_same_v<typename Traits::Element, __half>;
   constexpr int kStep = Traits::kDense || Traits::kDropout ? 1 : 8;
   float sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < Traits::kScoreRows / 8; ++i) {
-    const float2 shift = *reinterpret_cast<const float2*>(lse2 + 8 * i);
+    const float2 shift = i < EarlyLse<Traits>::kPairs
+                             ? early.pairs[i]
+                             : *reinterpret_cast<const float2*>(lse2 + 8 * i);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       float& score = s[4 * i + j];
       const float lse = j % 2 ? shift.y : shift.x;
-      score = Traits::kScores ? ptx::ex2(score - lse)
-              : Traits::kBias ? ptx::ex2((score - lse) * kLog2e)
-                              : ptx::ex2(fmaf(score, own.args.scale_log2, -lse));
+      const float power = Traits::kScores ? score - lse
+                          : Traits::kBias ? (score - lse) * kLog2e
+                                          : fmaf(score, own.args.scale_log2, -lse);
+      // A weight is at most 1, but of large scores it may be computed as more, and the products of
+      // such weights overflow fp16.
+      score = ptx::ex2(kHalf ? fminf(power, 0.0f) : power);
     }
   }
   mark_dropped(own, s, kept);
@@ -136,7 +160,7 @@ __device__ __forceinline__ void differentiate(const BackwardPart<Traits>& own,
                                               const float* biases) {
   using Element = typename Traits::Element;
   const float* delta =
-      own.shared.delta[own.slot()].data + own.first_score_row() + own.thread.first_column();
+      own.shared.delta[own.dout_slot()].data + own.first_score_row() + own.thread.first_column();
 #pragma unroll
   for (int i = 0; i < Traits::kScoreRows / 8; ++i) {
     const float2 d = *reinterpret_cast<const float2*>(delta + 8 * i);

@@ -42,7 +42,8 @@ inline void lay_out(BackwardProblem& p, bool in_order, int num_sms, WorkspaceLay
   p.delta = workspace.take<float>(rows);
   p.row_keys = p.dropout.seed ? workspace.take<uint32_t>(rows / 2) : nullptr;
   p.dq_sum = workspace.take<float>(rows * ceil_div(dim, kChunkColumns) * kChunkColumns);
-  p.dq_semaphores = in_order ? workspace.take<int>(blocks * kMaxGroups) : nullptr;
+  p.dq_semaphores = workspace.take<int>(blocks * kMaxGroups);
+  p.in_order = in_order;
   p.counter = workspace.take<int>(1);
   p.sink_terms = p.dsinks ? workspace.take<float>(rows) : nullptr;
   if (p.mask.data) {

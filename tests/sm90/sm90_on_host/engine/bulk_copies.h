@@ -125,7 +125,7 @@ void start_store(Store store) {
     thread.storer = block.storers++;
   }
   store.thread = &thread;
-  store.strict = block.acquires;
+  store.strict = block.in_order;
   ++thread.stores;
   outside(store.from, store.bytes, block, access_of(block, thread.index, 0, store.where));
   const int reader = kFirstReader + thread.storer, writer = kFirstWriter + thread.storer;

@@ -175,7 +175,6 @@ ON_HOST_ENTRY uint32_t atomic_or(uint32_t* at, uint32_t bits) {
 
 ON_HOST_ENTRY int load_acquire(const int* word) {
   const uint32_t where = ON_HOST_WHERE;
-  current->block->acquires = true;
   const auto key = std::make_pair(static_cast<const Thread*>(current), word);
   const auto before = told.find(key);
   if (before != told.end() && before->second == *word) {
@@ -183,6 +182,9 @@ ON_HOST_ENTRY int load_acquire(const int* word) {
   }
   yield();
   const int value = *word;
+  // A semaphore beyond 1 counts those before this one; 1 may only say that the first one has
+  // stored.
+  current->block->in_order |= value > 1;
   told[key] = value;
   if (!commits(Fault::kNoAcquire, where)) {
     const auto found = released.find(word);

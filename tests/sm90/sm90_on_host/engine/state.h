@@ -144,7 +144,7 @@ struct Block {
   Grid* grid = nullptr;
   unsigned number = 0;
   int segment = 0, live = 0;
-  bool triggered = false, acquires = false, all_said_yes = true;
+  bool triggered = false, in_order = false, all_said_yes = true;
   char* memory = nullptr;
   Shadow shadow{true};
   std::vector<std::unique_ptr<Thread>> threads;

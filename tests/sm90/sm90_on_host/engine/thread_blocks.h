@@ -95,9 +95,10 @@ void start_block(Grid& grid) {
   block.segment = next_segment;
   segment_owner[block.segment] = &block;
   segment_block[block.segment] = block.number;
-  block.triggered = block.acquires = false;
+  block.triggered = block.in_order = false;
   block.all_said_yes = true;
   block.shadow.clear();
+  told.clear();  // its threads have read nothing yet
   // Unwritten memory must not look like zero.
   std::memset(block.memory, 0xFF, kArrayBytes);
   block.mbarriers.clear();

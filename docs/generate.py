@@ -377,6 +377,25 @@ def generation_results() -> str:
     return "\n\n".join(parts)
 
 
+def hopper_attention() -> str:
+    """Attention beside cuDNN on Hopper by sequence length, as recorded."""
+    record = json.loads((RESULTS / "attention-hopper.json").read_text())
+    cells: dict[tuple[str, int, bool, str], dict[int, str]] = {}
+    for row in record["rows"]:
+        key = (row["gpu"], row["head_dim"], row["causal"], row["direction"])
+        ratio = row["fastattn"] / row["cudnn"]
+        cells.setdefault(key, {})[row["keys"]] = f"{row['fastattn']:.0f}, {ratio:.2f}"
+    lengths = sorted({row["keys"] for row in record["rows"]})
+    body = [
+        [gpu, {"fwd": "forward", "bwd": "backward"}[direction], str(dim), "yes" if causal else "no",
+         *[found.get(length, "") for length in lengths]]
+        for (gpu, dim, causal, direction), found in cells.items()
+    ]  # fmt: skip
+    head = ["GPU", "direction", "head dim", "causal", *map(str, lengths)]
+    about = f"{record['date']}, torch {record['torch']}, {record['dtype']}. {record['method']}. "
+    return f"{about}{record['note']}\n\n{table(head, body)}"
+
+
 def ablation_checks(name: str) -> str:
     """What was expected of an experiment, and what was found."""
     checks = [
@@ -496,6 +515,7 @@ TEXTS: dict[str, Callable[[], str]] = {
     "op_families": op_families,
     "results": results,
     "generation_results": generation_results,
+    "hopper_attention": hopper_attention,
     "scaling_machines": scaling_machines,
     "scaling_volumes": scaling_volumes,
     "scaling_thresholds": scaling_thresholds,

@@ -124,8 +124,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1) norm_bwd_kernel(const Backward
   float dweight[kValues] = {}, dbias[kValues] = {};
   float dx_bias[kAdd ? kValues : 1] = {};
 
-  // As often as the block's first row requires. The next row is loaded while one is computed,
-  // except with dz, for which the registers are needed.
+  // As often as the block's first row requires. The next row is loaded while one is computed, if
+  // there are registers for it: not with kAdd.
   const int64_t step = int64_t{p.lines} * p.tiling.rows;
   int64_t row = int64_t{line} * p.tiling.rows + own.row;
   using Inputs = RowInputs<Z, kWidth, kValues>;

@@ -82,8 +82,6 @@ __device__ __forceinline__ void store_result(const ForwardProblem& p, int64_t ro
   }
 }
 
-// A row is one part, unless it is longer than the registers of a block are many: then the parts'
-// statistics are merged (Chan, Golub and LeVeque 1979), and all parts but the last are read again.
 // Resident blocks: while one waits for a row or for its sum, the other loads and stores. The
 // kernels that are not listed would spill.
 template <class Z, int kWidth, int kValues, bool kAdd>
@@ -91,6 +89,8 @@ constexpr int kForwardBlocks = kValues == kShortValues                 ? 10
                                : kWidth > 1 && sizeof(Z) == 2 && !kAdd ? 2
                                                                        : 1;
 
+// A row is one part, unless it is longer than the registers of a block are many: then the parts'
+// statistics are merged (Chan, Golub and LeVeque 1979), and all parts but the last are read again.
 template <class Z, class P, int kWidth, int kValues, bool kAdd>
 __global__ void __launch_bounds__(kValues == kShortValues ? kShortThreads : kMaxThreads,
                                   kForwardBlocks<Z, kWidth, kValues, kAdd>)

@@ -35,11 +35,9 @@ _UNVERIFIED = (
 class Backend:
     """A backend in an op's order of preference.
 
-    automatic: whether it can be chosen automatically. False for kernels that have never passed the
-    equivalence suite on their hardware; these are chosen once they pass on the user's GPU
-    (`_verified`).
-    verified: the architectures on which it has passed. On others, its first automatic use logs a
-    warning.
+    automatic: whether it can be chosen automatically everywhere. False for GPU kernels: these are
+    chosen where they have passed the equivalence suite, on the architectures in `verified` and on
+    the user's GPU if its record says so (`_verified`), unless that says that they failed.
     """
 
     name: str
@@ -137,10 +135,24 @@ def order(op: "Op", device: torch.device, dtype: torch.dtype) -> tuple[Backend, 
         found = tuple(
             backend
             for backend in op.backends.values()
-            if backend.automatic or _has_passed(op, backend.name, device, dtype)
+            if backend.automatic or _is_verified(op, backend, device, dtype)
         )
         op.orders[device, dtype] = found
     return found
+
+
+def _is_verified(op: "Op", backend: Backend, device: torch.device, dtype: torch.dtype) -> bool:
+    if _has_passed(op, backend.name, device, dtype):
+        return True
+    key = (op.public_name, backend.name, _verified.name(dtype))
+    return _is_verified_architecture(backend, device) and key not in _verified.failed(device)
+
+
+def _is_verified_architecture(backend: Backend, device: torch.device) -> bool:
+    return (
+        device.type == "cuda"
+        and _env.architecture(device.type, device.index or 0) in backend.verified
+    )
 
 
 def _has_passed(op: "Op", backend: str, device: torch.device, dtype: torch.dtype) -> bool:
@@ -164,10 +176,9 @@ def _warn_if_slow_or_unverified(
         reasons = {**refusals, **unverified}
         why = "; ".join(f"backend {name} {reason}" for name, reason in reasons.items())
         _warn_once(f"{op.name} runs the slow reference on {device.type}: {why}")
-    elif not _has_passed(op, chosen.name, device, dtype):
+    elif not _is_verified(op, chosen, device, dtype):
         architecture = _env.architecture(device.type, device.index or 0)
-        if architecture not in chosen.verified:
-            _warn_once(f"{op.name}: backend {chosen.name} is not verified on {architecture}")
+        _warn_once(f"{op.name}: backend {chosen.name} is not verified on {architecture}")
 
 
 _warned: set[str] = set()
@@ -272,11 +283,13 @@ def backend_table(device: torch.device | None = None) -> list[BackendStatus]:
                 why = unavailable() if unavailable else None
                 if why is None and name != CPU_BACKEND and not hasattr(module, op.name):
                     why = f"does not implement {op.name}"
-            passed = tuple(
-                dtype
-                for *key, dtype in sorted(_verified.passed(device))
-                if key == [op.public_name, name] and not backend.automatic
+            passed, failed = (
+                tuple(dtype for *key, dtype in sorted(found) if key == [op.public_name, name])
+                for found in (_verified.passed(device), _verified.failed(device))
             )
-            status = (why is None, why or "", backend.automatic, passed)
+            automatic = backend.automatic or (
+                _is_verified_architecture(backend, device) and not failed
+            )
+            status = (why is None, why or "", automatic, () if automatic else passed)
             table.append(BackendStatus(op.name.removesuffix("_fwd"), name, *status))
     return table

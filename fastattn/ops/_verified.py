@@ -71,13 +71,25 @@ def passed(device: torch.device) -> frozenset[Kernel]:
     if file is None or device.type != "cuda":
         return frozenset()
     try:
-        good, bad = (_current(entries(file, what), device) for what in ("passed", "failed"))
+        good = _current(entries(file), device)
         for shipped in sorted(_SHIPPED.glob("*.json")):
             good |= _current(entries(shipped), device)
     except ValueError as error:
         _log.warning("no kernel is taken as verified: %s", error)
         return frozenset()
-    return good - bad
+    return good - failed(device)
+
+
+@functools.cache
+def failed(device: torch.device) -> frozenset[Kernel]:
+    """The current kernels that failed on this device's architecture, by this user's record."""
+    file = _env.record_path()
+    if file is None or device.type != "cuda":
+        return frozenset()
+    try:
+        return _current(entries(file, "failed"), device)
+    except ValueError:  # `passed` says so
+        return frozenset()
 
 
 def _current(found: list[dict[str, Any]], device: torch.device) -> frozenset[Kernel]:

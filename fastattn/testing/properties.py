@@ -20,10 +20,9 @@ from fastattn.testing.spec import Index, Inputs, OpSpec, Sample
 
 Results = dict[str, Tensor]
 Faults = dict[str, str]
-# Backends, and their device, with the same bits in every run only under
-# torch.use_deterministic_algorithms: otherwise sm90 and aten's memory-efficient attention add to
-# attention's dq in any order.
-DETERMINISTIC_ON_REQUEST = (("sm90", "cuda"), ("torch", "cuda"))
+# Backends with the same bits in every run only under torch.use_deterministic_algorithms: sm90 adds
+# to attention's dq in any order otherwise.
+DETERMINISTIC_ON_REQUEST = ("sm90",)
 _FILLS = {"finite": -3.5, "NaN": float("nan"), "inf": float("inf")}
 
 
@@ -63,12 +62,21 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and bool(same.all())
 
 
+def _differs(case: Case, name: str, value: Tensor) -> bool:
+    """Bit for bit; aten's kernels for GPUs add to attention's dq in any order, so theirs by the
+    error budget.
+    """
+    if case.backend == "torch" and value.is_cuda:
+        return not case.judge(name, value, ()).ok
+    return not same_bits(value, case.results[name])
+
+
 def rerun(case: Case) -> Faults | None:
     again = case.run(case.make(), case.douts)
     return {
         name: "a second run gave other bits"
-        for name, value in case.results.items()
-        if not same_bits(value, again[name])
+        for name in case.results
+        if _differs(case, name, again[name])
     }
 
 
@@ -130,7 +138,7 @@ def padding(case: Case) -> Faults | None:
             zeros = dead.get(name.removeprefix("d")) if name.startswith("d") else None
             if zeros is not None and bool((result.masked_select(zeros) != 0).any()):
                 faults.setdefault(name, f"not 0 at dead positions, with {fill} there")
-            elif not same_bits(result, case.results[name]):
+            elif _differs(case, name, result):
                 faults.setdefault(name, f"{fill} at dead positions changes it")
     return faults
 

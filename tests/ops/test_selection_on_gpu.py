@@ -44,10 +44,13 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         entries.append({"op": op, "backend": backend} | about | other)
         file.write_text(json.dumps({"passed": entries}))
         _verified.passed.cache_clear()
+        _verified.failed.cache_clear()
 
     _verified.passed.cache_clear()
+    _verified.failed.cache_clear()
     yield write
     _verified.passed.cache_clear()
+    _verified.failed.cache_clear()
 
 
 def _verifiable(make_op: MakeOp) -> Op:
@@ -191,6 +194,7 @@ def test_records_ship_with_the_package(
 
     def chosen() -> list[str]:
         _verified.passed.cache_clear()
+        _verified.failed.cache_clear()
         for each in (op, other):
             each.orders.clear()
         return [_select.select(each, _on_cuda(), None) for each in (op, other)]
@@ -276,6 +280,26 @@ def test_no_warning_where_the_reference_is_expected(
         run_op(op)
         _select.select(op, _on_cuda(), "reference")
     assert not caplog.records
+
+
+def test_verified_architectures_need_no_record(
+    make_op: MakeOp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There the kernels are chosen, unless the user's record says that they failed."""
+    order = [Backend("triton", automatic=False, verified=("sm_90",)), Backend("reference")]
+    op = make_op(order, triton=writes(1), reference=writes(2))
+    dtype = torch.float32
+
+    def candidates(architecture: str) -> list[str]:
+        monkeypatch.setattr(_env, "architecture", lambda *_: architecture)
+        op.orders.clear()
+        return [backend.name for backend in _select.order(op, _on_cuda()[0].device, dtype)]
+
+    assert candidates("sm_90") == ["triton", "reference"]
+    assert candidates("sm_80") == ["reference"]
+    failed = frozenset({(op.public_name, "triton", "float32")})
+    monkeypatch.setattr(_verified, "failed", lambda device: failed)
+    assert candidates("sm_90") == ["reference"]
 
 
 def test_unverified_architecture_warns_once(

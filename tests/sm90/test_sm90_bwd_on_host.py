@@ -191,7 +191,7 @@ def _compare(
     "name", ["causal_gqa_64", "blocks_128", "bias_fp32_256", "packed_causal_192"]
 )
 def test_orders_of_sums(simulate: Callable[[], None], name: str, in_order: bool) -> None:
-    """Of dq: in any order it is added to zeros, in order the first block of keys stores."""
+    """Of dq: the first block of keys stores, the others add in any order or in that of the keys."""
     spec, sample = next((spec, s) for spec, s in CASES if s.name == name)
     with deterministic_algorithms(in_order):
         _compare(simulate, spec, sample, torch.bfloat16)

@@ -274,7 +274,7 @@ def _launch_backward(*arguments: Any) -> None:
 
 def _results(call: BackwardCall | PackedBackwardCall, lse: Tensor) -> tuple[Any, ...]:
     """The forward's results, their gradients, and whether thread blocks add to dq in the order of
-    their keys, which gives the same bits in every run. Otherwise no block waits for another.
+    their keys, which gives the same bits in every run. Otherwise they wait for the first one only.
 
     PyTorch's setting is read when the op runs, as by PyTorch's own ops, in compiled code too; a
     CUDA graph keeps that of its capture.

@@ -24,7 +24,7 @@ _PACKAGE = "fastattn.ops.layer_norm"
 # The arguments and results, of any of the ops, that have a row for each row of x.
 _ROWS = ("x", "residual", "y", "z", "mean", "rstd", "dy", "dz", "dx", "dresidual")
 _BACKENDS = (
-    Backend("cuda", verified=("sm_90",)),
+    Backend("cuda", automatic=False, verified=("sm_90",)),
     Backend("triton", automatic=False),
     Backend("cpu"),
     Backend("torch"),

@@ -92,9 +92,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
 // -- launcher ------------------------------------------------------------------------------------
 // Key/value heads of an L2 swizzle group: their queries, output gradients and dQ sums fit into L2.
-// Where all blocks of keys have as many rows, there are no more of them than the multiprocessors
-// compute at the same time: a dQ sum leaves the cache sooner. Otherwise the order within a larger
-// group balances the load.
+// Where all blocks of keys take equally long, a group has only as many heads as the multiprocessors
+// compute at the same time, so that dQ sums are complete before they leave the cache. Elsewhere the
+// order within a larger group balances the load.
 inline int swizzle_group_heads(const BackwardProblem& p, int key_blocks, int multiprocessors) {
   constexpr int64_t kCacheBytes = int64_t{40} << 20;
   const int64_t row_bytes = int64_t{2} * (p.head_dim + p.value_dim) + int64_t{4} * p.head_dim;
@@ -102,7 +102,8 @@ inline int swizzle_group_heads(const BackwardProblem& p, int key_blocks, int mul
   const int64_t head_bytes = std::max<int64_t>(1, row_bytes * queries * (p.heads / p.kv_heads));
   int64_t fitting = std::max<int64_t>(1, kCacheBytes / head_bytes);
   const Range all = keys_of_all({0, p.queries}, p.bounds, p.keys);
-  if (!p.packing.query_offsets && all.begin <= 0 && all.end >= p.keys) {
+  const bool varies = p.packing.query_offsets || p.mask.data || p.has_lengths();
+  if (!varies && all.begin <= 0 && all.end >= p.keys) {
     fitting = std::min<int64_t>(fitting, ceil_div(multiprocessors, key_blocks));
   }
   return static_cast<int>(std::min<int64_t>(fitting, int64_t{p.batch} * p.kv_heads));

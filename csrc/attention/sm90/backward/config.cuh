@@ -39,7 +39,7 @@ constexpr BackwardConfig backward_config(int head_dim, Variant variant) {
       if (changes_scores(variant)) {  // 80 rows would spill up to 76 bytes
         return {2, 64, 2, Split::kKeysAndColumns, 24, 240};
       }
-      // 603 TFLOP/s; 232 registers would serialise wgmma
+      // 597 TFLOP/s; 232 registers would serialise wgmma
       return {2, 80, 2, Split::kKeysAndColumns, 24, 240};
     // 404 and 398 TFLOP/s: as much as fits. With one Q, a third of the warps' samples in a profile
     // were waits for the next. An additive mask is loaded into P and dS, which must not be in use.

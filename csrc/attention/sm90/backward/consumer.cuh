@@ -130,9 +130,10 @@ struct BackwardConsumer {
       steps.after_dq();
       stage_dq<0>(own, rDq);
     } else {
+      // Every warpgroup has read the last step's P and dS: with one Q, before this one was loaded.
       if constexpr (Traits::kStages > 1) {
-        own.sync_consumers();  // every warpgroup has read the last step's P and dS
-      }  // with one Q, this step's was loaded after that
+        own.sync_consumers();
+      }
       store_scores(shared.p.tile, rP);
       store_scores(shared.ds[own.dout_slot()], rDs);
       sync_scores();

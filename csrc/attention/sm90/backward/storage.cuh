@@ -28,7 +28,7 @@
 //
 //   number             who arrives and waits                      threads
 //   kScoresBarrier     all consumers: dS has been written;  kGroups x 128
-//                      before that, with two buffers of Q and one of dS: it has been read
+//                      before that, with two buffers of Q: P and dS have been read
 //   kGroupBarrier + g  the four warps of consumer g                   128
 #pragma once
 

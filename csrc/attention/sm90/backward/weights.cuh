@@ -131,7 +131,7 @@ __device__ __forceinline__ void weigh(const BackwardPart<Traits>& own,
                                           : fmaf(score, own.args.scale_log2, -lse);
       // A weight is at most 1, but of large scores it may be computed as more, and the products of
       // such weights overflow fp16.
-      score = ptx::ex2(kHalf ? fminf(power, 0.0f) : power);
+      score = ptx::ex2(kHalf && power > 0.0f ? 0.0f : power);  // NaN stays
     }
   }
   mark_dropped(own, s, kept);

@@ -17,9 +17,9 @@ inline bool bounds_restrict(const ForwardProblem& p) {
 }
 
 // Whether to use the bounded instance: the bounds exclude pairs, or many warpgroups have no rows
-// and skip nearly all of their blocks: at least a sixteenth, because the last tile ends early, or
-// of packed sequences all but one of a tile, as an average sequence has rows for one only. At head
-// dim 128 no warpgroup skips blocks, because of the ping-pong order.
+// and skip nearly all of their blocks: at least a sixteenth of all; for packed sequences, whose
+// lengths the host does not know, if an average one has rows for one warpgroup. At head dim 128 no
+// warpgroup skips blocks, because of the ping-pong order.
 inline bool wants_bounded(const ForwardProblem& p) {
   constexpr int kGroupRows = 64, kPingPongAbove = 64, kPingPongUpTo = 128, kManyShare = 16;
   const int dim = larger(p.head_dim, p.value_dim);

@@ -14,7 +14,8 @@ DROPOUT, DENSE, BIAS = ("128 kDropout",), ("128 kMask",), ("128 kBias", "256 kBi
 INSTANCES = BOUNDED + DROPOUT + DENSE + BIAS
 # Of the mask's gradient: two blocks in shared memory, or one.
 DMASK = ("64 kBias", "192 kBiasDropout")
-STAGES = BOUNDED[:2]  # two of them
+STAGES = BOUNDED[:2]  # two buffers of all that a step loads
+ONE_DOUT = BOUNDED[2:]  # two of Q and one of dO, dQ in two pieces
 ONCE = BOUNDED[1:2]
 ONE_BIAS = BIAS[:1]  # with buffers of dS that the mask is loaded into
 
@@ -53,7 +54,6 @@ ends("sums[threadIdx.x] += sums[threadIdx.x + threads];",
      "if (threads > 1) { sums[threadIdx.x] += sums[threadIdx.x + threads]; }",
      only=ONCE)  # fmt: skip
 ends("threadIdx.x < Traits::kGroups", "false", "threadIdx.x < 1")
-ends("sum[i] = {};", "")
 ends("*args.counter = 0;", "*args.counter = 1;")
 ends("dropout::units(first_row) + i", "i", only=DROPOUT)
 ends("is_added_to<Traits>(args, block)", "true", "false")
@@ -85,6 +85,7 @@ barriers(
     "shared.q_slots[stage].empty.init(Traits::kGroups);", "shared.q_slots[stage].empty.init(1);"
 )
 barriers("slot.full.init(kWarpsPerGroup);", "slot.full.init(1);")
+barriers("shared.dout_empty.init(Traits::kGroups);", "shared.dout_empty.init(1);", only=ONE_DOUT)
 
 # -- loads, and the dQ semaphores
 producer = _Source("backward/producer.cuh")
@@ -97,8 +98,10 @@ producer(
     "args.row_keys",
     only=DROPOUT,
 )
-for buffer in ("q", "dout", "lse2", "delta"):
-    producer(f"shared.{buffer}[stage.index()]", f"shared.{buffer}[0]", only=STAGES)
+for buffer in ("q", "lse2"):
+    producer(f"shared.{buffer}[stage.index()]", f"shared.{buffer}[0]")
+for buffer in ("dout", "delta"):
+    producer(f"shared.{buffer}[dout_stage.index()]", f"shared.{buffer}[0]", only=STAGES)
 producer("args.lse2 + row_offset", "args.lse2")
 producer("args.delta + row_offset", "args.delta")
 producer("stage.advance();", "")
@@ -107,6 +110,7 @@ dense_loads("now.flags", "kHasWork", only=DENSE)
 dense_loads("one_row ? 0 : metadata.step.row_block * Traits::kRows", "0", only=BIAS)
 dq = _Source("backward/dq.cuh")
 dq("position.advance();", "")
+dq("position.advance();", "if (piece == 0) { position.advance(); }", only=ONE_DOUT)
 dq("work.first_key / Traits::kKeys - added.begin", "work.first_key / Traits::kKeys")
 dq(
     "classes_of<Traits>(args, work, step.head)[step.row_block].rank",
@@ -119,9 +123,18 @@ dq(
     "args.dq_semaphores + chunk / Traits::kGroups",
 )
 dq("args.dq_sum + chunk * Traits::kChunkFloats", "args.dq_sum")
-dq("ptx::load_acquire(semaphore) != rank", "false", "ptx::load_acquire(semaphore) + 1 < rank")
+dq(
+    "ptx::load_acquire(semaphore) < (args.in_order ? rank : smaller(rank, 1))",
+    "false",
+    "ptx::load_acquire(semaphore) + 1 < (args.in_order ? rank : smaller(rank, 1))",
+    "ptx::load_acquire(semaphore) < rank",
+    "ptx::load_acquire(semaphore) < (args.in_order ? rank : 0)",
+    "ptx::load_acquire(semaphore) < smaller(rank, 1)",
+)
 dq("ptx::fence_proxy_async_global();", "ptx::fence_proxy_async();")
-dq("rank == 0", "false", "true")
+dq("to + piece * Traits::kPieceFloats", "to", only=ONE_DOUT)
+dq("(rank == 0)", "false", "true")
+dq("args.in_order || rank == 0", "args.in_order", "rank == 0")
 dq("rank + 1", "rank", "rank + 2")
 
 # -- consumers
@@ -132,11 +145,34 @@ consumer("steps.clear_keys();", "")
 consumer("steps.open();", "")
 consumer("steps.mask(rP, rDs);", "")
 consumer(
-    "store_scores(shared.ds[own.slot()], rDs);\n      issue_gradient(rDv, rP, dout_columns);",
-    "store_scores(shared.ds[0], rDs); issue_gradient(rDv, rP, dout_columns);",
+    "store_scores(shared.ds[own.dout_slot()], rDs);\n"
+    "      issue_gradient(rDv, rP, dout_columns, own.dout_slot());",
+    "store_scores(shared.ds[0], rDs); issue_gradient(rDv, rP, dout_columns, own.dout_slot());",
     only=STAGES,
 )
-consumer("sm90::descriptor_at(ds_dq, own.slot() * Traits::ScoreTile::kBytes)", "ds_dq", only=STAGES)
+consumer("sm90::descriptor_at(ds_dq, slot * Traits::ScoreTile::kBytes)", "ds_dq", only=STAGES)
+consumer(
+    "issue_product(rS, k_rows, q_rows, own.slot());",
+    "issue_product(rS, k_rows, q_rows, own.dout_slot());",
+    only=ONE_DOUT,
+)
+consumer(
+    "issue_gradient(rDk, shared.ds[own.dout_slot()], q_columns, own.slot());",
+    "issue_gradient(rDk, shared.ds[own.dout_slot()], q_columns, own.dout_slot());",
+    only=ONE_DOUT,
+)
+consumer(
+    "if constexpr (Traits::kStages > 1) {\n        own.sync_consumers();",
+    "",
+    "own.sync_group();",
+    only=ONE_DOUT,
+)
+consumer(
+    "ptx::wgmma_wait_group<Part::kDqParts>();\n      ptx::pin(rDv);\n      own.release_dout();",
+    "ptx::wgmma_wait_group<Part::kDqParts>(); ptx::pin(rDv);",
+    "own.release_dout(); ptx::wgmma_wait_group<Part::kDqParts>(); ptx::pin(rDv);",
+    only=ONE_DOUT,
+)
 consumer("ptx::fence_proxy_async();\n    own.sync_consumers();",
          "ptx::fence_proxy_async(); own.sync_group();")  # fmt: skip
 consumer("steps.before_stores();", "", only=BIAS)
@@ -151,12 +187,20 @@ steps = _Source("backward/steps.cuh")
 steps("row_block > plan.visited.begin ? row_block - 1 : plan.visited.end - 1", "row_block")
 steps("!contains(plan.full, row_block)", "false")
 gradients = _Source("backward/gradients.cuh")
+gradients("own.stage.passed * Traits::kDqPieces + kPiece", "own.stage.passed + kPiece",
+          "own.stage.passed * Traits::kDqPieces", only=ONE_DOUT)  # fmt: skip
+gradients("kPiece * kFours + i", "i", only=ONE_DOUT)
 gradients("!view.data", "false", "!view.data")
 gradients("sequence.key_rows - key", "Traits::kKeys")
 gradients("columns - column", "BackwardPart<Traits>::kOwnColumns")
 weights = _Source("backward/weights.cuh")
-weights("own.shared.lse2[own.slot()]", "own.shared.lse2[0]", only=STAGES)
-weights("own.shared.delta[own.slot()]", "own.shared.delta[0]", only=STAGES)
+weights("own.shared.lse2[own.slot()]", "own.shared.lse2[0]")
+weights("own.shared.delta[own.dout_slot()]", "own.shared.delta[0]", only=STAGES)
+weights(
+    "pairs[i] = *reinterpret_cast<const float2*>(lse2 + 8 * i);",
+    "pairs[i] = *reinterpret_cast<const float2*>(lse2);",
+    only=STAGES,
+)
 weights("own.shared.dropout.rows[own.slot()]", "own.shared.dropout.rows[0]", only=DROPOUT)
 masks = _Source("backward/masks.cuh")
 masks("contains(own.shared.work.plan.clean, row_block)", "true")
@@ -178,10 +222,11 @@ part(
     "if (leader) {\n      shared.q_slots[slot()].empty.arrive();\n    }",
     "shared.q_slots[slot()].empty.arrive();",
 )
+part("Traits::kDoutStages < Traits::kStages && leader", "true", only=ONE_DOUT)
 
 _SOURCES = (
-    ends, tiles, classes, barriers, producer, dense_loads, dq, consumer, steps, gradients, weights,
-    masks, dense, bias, part,
+    ends, tiles, sizes, classes, barriers, producer, dense_loads, dq, consumer, steps, gradients,
+    weights, masks, dense, bias, part,
 )  # fmt: skip
 
 
@@ -196,16 +241,16 @@ def mutations_of(instance: str) -> list[Mutation]:
 BY_LAYOUT = (
     Harmless(
         "no wgmma fence",
-        "issue_product(rDp, v_rows, dout_rows);",
+        "issue_product(rDp, v_rows, dout_rows, own.dout_slot());",
         "nothing has touched the accumulator since the fence of the product before",
     ),
-    Harmless("no wgmma fence", "issue_dq(rDq);", "as before"),
+    Harmless("no wgmma fence", "(rDq, own.dout_slot());", "as before"),
     Harmless(
         "no pin",
-        "issue_product(rDp, v_rows, dout_rows);",
+        "issue_product(rDp, v_rows, dout_rows, own.dout_slot());",
         "ordinary code only reads the accumulator, and the product overwrites it",
     ),
-    Harmless("no pin", "issue_dq(rDq);", "as before"),
+    Harmless("no pin", "(rDq, own.dout_slot());", "as before"),
     Harmless("no pin", "issue_product(s, tiles.q, tiles.k);", "as before"),
     Harmless("no pin", "issue_product(dp, tiles.dout, tiles.v);", "as before"),
     Harmless("no pin", "ptx::pin(rP);", "the operand's next values come from pinned scores"),
@@ -232,8 +277,15 @@ BOUNDED_HARMLESS = (
 )
 
 
+# Without buffers of Q that dO has not.
+SAME_STAGES_HARMLESS = (
+    Harmless("one more arrival expected", "shared.dout_empty.init(", "nobody waits for it"),
+)
+
+
 def harmless_of(instance: str) -> tuple[Harmless, ...]:
-    return (*HARMLESS, *(BOUNDED_HARMLESS if instance in BOUNDED else ()))
+    bounded = BOUNDED_HARMLESS if instance in BOUNDED else ()
+    return (*HARMLESS, *bounded, *(() if instance in ONE_DOUT else SAME_STAGES_HARMLESS))
 
 
 # -- an additive mask's gradient -------------------------------------------------------------------

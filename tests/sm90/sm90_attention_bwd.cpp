@@ -68,7 +68,7 @@ template <int kHeadDim, Variant kVariant>
 const char* run_gradient(const BackwardProblem& problem) {
   using Traits = BackwardTraits<__nv_bfloat16, kHeadDim, kVariant>;
   BackwardArguments args;
-  if (!set_arguments<Traits>(args, problem, TypeOf<DType::kBFloat16>::kMapType)) {
+  if (!set_arguments<Traits>(args, problem, TypeOf<DType::kBFloat16>::kMapType, 1)) {
     return kRefusedMap;
   }
   launch(attention_bwd_prepare_kernel<Traits>, args.row_blocks * problem.batch * problem.heads,

@@ -124,15 +124,9 @@ __global__ void __launch_bounds__(kMaxThreads, 1) norm_bwd_kernel(const Backward
   float dweight[kValues] = {}, dbias[kValues] = {};
   float dx_bias[kAdd ? kValues : 1] = {};
 
-  // As often as the block's first row requires. The next row is loaded while one is computed, if
-  // there are registers for it: not with kAdd.
-  const int64_t step = int64_t{p.lines} * p.tiling.rows;
-  int64_t row = int64_t{line} * p.tiling.rows + own.row;
-  using Inputs = RowInputs<Z, kWidth, kValues>;
-  const auto columns_in = [&](int64_t of) { return Columns(columns_of_strip(strip), of < p.rows); };
-  for (Inputs in(p, row, columns_in(row), has_dy); row - own.row < p.rows; row += step) {
-    const auto next = [&] { return Inputs(p, row + step, columns_in(row + step), has_dy); };
-    const Inputs ahead = kAdd ? in : next();
+  // As often as the block's first row requires.
+  for (int64_t row = int64_t{line} * p.tiling.rows + own.row; row - own.row < p.rows;
+       row += int64_t{p.lines} * p.tiling.rows) {
     const bool is_there = row < p.rows;
     float averages[2] = {};  // of g and g * n
     if (p.strips == 2 && has_dy) {
@@ -140,7 +134,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1) norm_bwd_kernel(const Backward
       add_products<Z, P, kWidth, kValues>(p, row, {columns_of_strip(1 - strip), is_there},
                                           averages);
     }
-    const Columns columns = columns_in(row);
+    const Columns columns(columns_of_strip(strip), is_there);
+    const RowInputs<Z, kWidth, kValues> in(p, row, columns, has_dy);
     if (has_dy) {
       for_weights<P, kWidth, kVectors>(p, columns, [&](int v, const float* weight) {
 #pragma unroll
@@ -153,12 +148,6 @@ __global__ void __launch_bounds__(kMaxThreads, 1) norm_bwd_kernel(const Backward
           dbias[i] += d;
         }
       });
-    }
-    Tile<Z, kWidth, kAdd ? kValues : kWidth> dz;
-    if constexpr (kAdd) {
-      dz.load(p.dz, row, {columns, p.dz.data != nullptr});
-    }
-    if (has_dy) {
       if (!p.row_sums) {
         row_sum.add_up(averages);
       } else if (is_there) {
@@ -169,7 +158,6 @@ __global__ void __launch_bounds__(kMaxThreads, 1) norm_bwd_kernel(const Backward
       averages[1] *= scale;
     }
     if (!kAdd && !p.dsum.data) {
-      in = ahead;
       continue;
     }
     const DroppedRow dropped(kAdd ? p.dropout : Dropout(), row);
@@ -181,9 +169,13 @@ __global__ void __launch_bounds__(kMaxThreads, 1) norm_bwd_kernel(const Backward
         d[j] = in.rstd * (in.dy[i] * weight[j] - averages[0] - in.n(i) * averages[1]);
       }
       if constexpr (kAdd) {
+        Vector<Z, kWidth> dz = {};
+        if (p.dz.data && columns.has(v)) {
+          dz = load_constant<Z, kWidth>(row_of<Z>(p.dz, row), columns.of(v));
+        }
 #pragma unroll
         for (int j = 0; j < kWidth; ++j) {
-          d[j] = (has_dy ? d[j] : 0.0f) + dz[v * kWidth + j];
+          d[j] = (has_dy ? d[j] : 0.0f) + widen(dz.at[j]);
         }
       }
       if (p.dsum.data && columns.has(v)) {
@@ -210,7 +202,6 @@ __global__ void __launch_bounds__(kMaxThreads, 1) norm_bwd_kernel(const Backward
         }
       }
     });
-    in = kAdd ? next() : ahead;
   }
 
   const Columns columns = columns_of_strip(strip);

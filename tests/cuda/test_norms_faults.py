@@ -51,15 +51,15 @@ MUTATIONS = [
     *_mutations(
         "norm_fwd.cuh",
         ("values[i] += z[v * kWidth + i];", ""),
-        ("begin < last_part ? part : p.columns - begin", "part"),
+        ("begin + part < p.columns ? part : p.columns - begin", "part"),
         ("columns.has(i / kWidth) ? z[i] - part_mean : 0.0f", "z[i] - part_mean"),
         ("part_mean += correction;", ""),
         ("begin == 0 ? 1.0f : __fdividef(count, before + count)", "1.0f"),
         ("delta * delta * before * share", "0.0f"),
-        ("own.lane == 0 && row < p.rows", "own.lane == 0"),
+        ("own.lane == 0 && is_there", "own.lane == 0"),
         ("(begin < last_part)", "(false)"),
         ("kAdd ? p.z : p.x", "p.x"),
-        ("row < p.rows ? p.columns : 0", "p.columns"),
+        ("return Columns(all, is_there);", "return all;"),
     ),
     *_mutations(
         "norm_bwd.cuh",

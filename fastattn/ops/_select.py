@@ -149,10 +149,13 @@ def _is_verified(op: "Op", backend: Backend, device: torch.device, dtype: torch.
 
 
 def _is_verified_architecture(backend: Backend, device: torch.device) -> bool:
-    return (
-        device.type == "cuda"
-        and _env.architecture(device.type, device.index or 0) in backend.verified
-    )
+    if device.type != "cuda" or not backend.verified:
+        return False
+    try:
+        architecture = _env.architecture(device.type, device.index or 0)
+    except (AssertionError, RuntimeError):  # torch finds no GPU
+        return False
+    return architecture in backend.verified
 
 
 def _has_passed(op: "Op", backend: str, device: torch.device, dtype: torch.dtype) -> bool:

@@ -64,32 +64,31 @@ def name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@functools.cache
 def passed(device: torch.device) -> frozenset[Kernel]:
-    """The current kernels that passed on this device's architecture."""
+    """The current kernels that passed on this device's architecture, by a record."""
+    return recorded(device)[0]
+
+
+def failed(device: torch.device) -> frozenset[Kernel]:
+    """The current kernels that failed on this device's architecture, by this user's record."""
+    return recorded(device)[1]
+
+
+@functools.cache
+def recorded(device: torch.device) -> tuple[frozenset[Kernel], frozenset[Kernel]]:
+    """Those that passed, and those that failed."""
+    nothing: frozenset[Kernel] = frozenset()
     file = _env.record_path()
     if file is None or device.type != "cuda":
-        return frozenset()
+        return nothing, nothing
     try:
-        good = _current(entries(file), device)
+        good, bad = (_current(entries(file, what), device) for what in ("passed", "failed"))
         for shipped in sorted(_SHIPPED.glob("*.json")):
             good |= _current(entries(shipped), device)
     except ValueError as error:
-        _log.warning("no kernel is taken as verified: %s", error)
-        return frozenset()
-    return good - failed(device)
-
-
-@functools.cache
-def failed(device: torch.device) -> frozenset[Kernel]:
-    """The current kernels that failed on this device's architecture, by this user's record."""
-    file = _env.record_path()
-    if file is None or device.type != "cuda":
-        return frozenset()
-    try:
-        return _current(entries(file, "failed"), device)
-    except ValueError:  # `passed` says so
-        return frozenset()
+        _log.warning("no kernel is taken as verified by a record: %s", error)
+        return nothing, nothing
+    return good - bad, bad
 
 
 def _current(found: list[dict[str, Any]], device: torch.device) -> frozenset[Kernel]:

@@ -624,8 +624,7 @@ def _record(rows: Sequence[Row], device: torch.device) -> str:
         return kept + new
 
     write_json(file, {"passed": entries("passed", passed), "failed": entries("failed", failed)})
-    _verified.passed.cache_clear()
-    _verified.failed.cache_clear()
+    _verified.recorded.cache_clear()
 
     def named(keys: Sequence[_verified.Kernel]) -> str:
         return ", ".join(f"{op} by {backend} in {dtype}" for op, backend, dtype in keys)

@@ -63,8 +63,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _differs(case: Case, name: str, value: Tensor) -> bool:
-    """Bit for bit; aten's kernels for GPUs add to attention's dq in any order, so theirs by the
-    error budget.
+    """Whether another run's result has other bits; of backend torch on a GPU, whether it exceeds
+    the error budget, because aten's kernels add to attention's dq in any order.
     """
     if case.backend == "torch" and value.is_cuda:
         return not case.judge(name, value, ()).ok

@@ -470,11 +470,9 @@ def pretended_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
     monkeypatch.setattr(_env, "refuses_device", lambda backend, device: None)
     monkeypatch.setattr(_env, "device_name", lambda device: "a GPU")
     monkeypatch.setattr(check, "_check_cases", lambda cases, *_: enumerate(map(on_cpu, cases)))
-    _verified.passed.cache_clear()
-    _verified.failed.cache_clear()
+    _verified.recorded.cache_clear()
     yield file
-    _verified.passed.cache_clear()
-    _verified.failed.cache_clear()
+    _verified.recorded.cache_clear()
 
 
 RECORDED = ("--op=rms_norm", "--backend=cpu", "--backend=reference", "--device=cuda", "--record")
@@ -496,8 +494,7 @@ def test_what_passes_is_recorded(
     assert kept == other
     assert all(entry["device"] == "a GPU" and entry["results"] > 10 for entry in made)
 
-    _verified.passed.cache_clear()
-    _verified.failed.cache_clear()
+    _verified.recorded.cache_clear()
     _break(monkeypatch, "rms_norm_fwd", "cpu", lambda args, results: results[0].fill_(1.0))
     assert check.run(_options(*RECORDED)) == 1
     assert "from now on: nothing" in capsys.readouterr().out

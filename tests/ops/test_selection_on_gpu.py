@@ -43,14 +43,11 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         about = {"dtype": "bfloat16", "architecture": "sm_90", **_verified.kernels(backend)}
         entries.append({"op": op, "backend": backend} | about | other)
         file.write_text(json.dumps({"passed": entries}))
-        _verified.passed.cache_clear()
-        _verified.failed.cache_clear()
+        _verified.recorded.cache_clear()
 
-    _verified.passed.cache_clear()
-    _verified.failed.cache_clear()
+    _verified.recorded.cache_clear()
     yield write
-    _verified.passed.cache_clear()
-    _verified.failed.cache_clear()
+    _verified.recorded.cache_clear()
 
 
 def _verifiable(make_op: MakeOp) -> Op:
@@ -193,8 +190,7 @@ def test_records_ship_with_the_package(
     own = tmp_path / "verified.json"
 
     def chosen() -> list[str]:
-        _verified.passed.cache_clear()
-        _verified.failed.cache_clear()
+        _verified.recorded.cache_clear()
         for each in (op, other):
             each.orders.clear()
         return [_select.select(each, _on_cuda(), None) for each in (op, other)]

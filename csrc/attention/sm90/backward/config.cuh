@@ -78,8 +78,8 @@ struct BackwardTraits {
   static constexpr int kScoreRows = kSplitsKeys ? kRows : kRows / kGroups;
   // Buffers of dO and of dS.
   static constexpr int kDoutStages = kSplitsKeys ? kStages : 1;
-  // Floats that one warpgroup adds to dQ in a step, and in how many pieces: a smaller buffer of
-  // them leaves room for the second block of Q.
+  // Floats that one warpgroup adds to dQ in a step, and how many pieces they are written in. With a
+  // buffer of one of two pieces, a second block of Q fits into shared memory.
   static constexpr int kChunkFloats = kRows * kColumns / kGroups;
   static constexpr int kDqPieces = kStages > kDoutStages ? 2 : 1;
   static constexpr int kPieceFloats = kChunkFloats / kDqPieces;

@@ -21,9 +21,10 @@ __device__ __forceinline__ int rank_among_visitors(const BackwardArguments& args
   return work.first_key / Traits::kKeys - added.begin;
 }
 
-// The first block of keys stores instead of adding, and the others wait for it: zeroed sums would
-// be written once and read once more. They add in any order, or in the order of the keys. Thread
-// blocks draw blocks of keys in this order, so that the one that is waited for is already running.
+// The first block of keys stores instead of adding, and the others wait for it: setting the sums to
+// zero first would write and read them once more. They add in any order, or in the order of the
+// keys. Thread blocks draw blocks of keys in this order, so that the one that is waited for is
+// already running.
 template <class Traits>
 __device__ __forceinline__ void add_dq(BackwardStorage<Traits>& shared,
                                        const BackwardArguments& args, int group) {

@@ -5,12 +5,13 @@
 namespace fastattn::attention {
 namespace {
 
-// dmask: like the mask, or without elements if it is not needed.
-MaskGradient mask_gradient_of(const Tensor& dmask, const Call& call) {
+// gradient: like the mask; none, or without elements, if it is not needed.
+MaskGradient mask_gradient_of(const std::optional<Tensor>& gradient, const Call& call) {
   MaskGradient result;
-  if (dmask.numel() == 0) {
+  if (!gradient || gradient->numel() == 0) {
     return result;
   }
+  const Tensor& dmask = *gradient;
   STD_TORCH_CHECK(call.mask && dmask.is_cuda() &&
                       dmask.get_device_index() == call.q.get_device_index() &&
                       dmask.scalar_type() == call.mask->scalar_type() && dmask.dim() == 4 &&
@@ -54,9 +55,9 @@ void attention_bwd(StableIValue* stack, uint64_t, uint64_t) {
   const Tensor out = arguments.tensor(), lse = arguments.tensor(), dout = arguments.tensor();
   const std::optional<Tensor> dlse = arguments.optional();
   const bool in_order = arguments.take<bool>();
-  const Tensor dq = arguments.tensor(), dk = arguments.tensor(), dv = arguments.tensor(),
-               dmask = arguments.tensor(), ddistance_bias = arguments.tensor(),
-               dsinks = arguments.tensor();
+  const Tensor dq = arguments.tensor(), dk = arguments.tensor(), dv = arguments.tensor();
+  const std::optional<Tensor> dmask = arguments.optional();
+  const Tensor ddistance_bias = arguments.tensor(), dsinks = arguments.tensor();
   const int num_sms = static_cast<int>(arguments.take<int64_t>());
   const std::optional<Tensor> workspace = arguments.optional();
 
@@ -99,7 +100,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastattn_sm90, m) {
   using namespace fastattn::attention;
   m.def(("attention_bwd(" + kCallSchema +
          ", Tensor out, Tensor lse, Tensor dout, Tensor? dlse, bool in_order, Tensor(a!) dq, "
-         "Tensor(b!) dk, Tensor(c!) dv, Tensor(d!) dmask, Tensor(e!) ddistance_bias, "
+         "Tensor(b!) dk, Tensor(c!) dv, Tensor(d!)? dmask, Tensor(e!) ddistance_bias, "
          "Tensor(f!) dsinks" +
          kWorkspaceSchema)
             .c_str());

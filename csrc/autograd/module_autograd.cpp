@@ -1,6 +1,7 @@
 // The extension fastattn._C_autograd, built for one torch and one Python: the derivative of every
-// op in C++, as a kernel at the dispatcher's Autograd keys, and calls that are replayed. Without
-// it, and at the other Autograd keys, the same derivative is in Python (fastattn/ops/_autograd.py).
+// op in C++, as a kernel at the dispatcher's Autograd keys, the launch cache of the GPU libraries,
+// and calls that are replayed. Without it, and at the other Autograd keys, the same derivative is in
+// Python (fastattn/ops/_autograd.py).
 #include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
@@ -8,6 +9,7 @@
 #include <torch/library.h>
 
 #include "autograd/calls.h"
+#include "autograd/launch_cache.h"
 #include "autograd/node.h"
 #include "autograd/torch_versions.h"
 
@@ -182,6 +184,9 @@ PyMODINIT_FUNC PyInit__C_autograd() {
   auto m = pybind11::reinterpret_borrow<pybind11::module_>(created);
   m.attr("interface") = kInterface;
   m.def("differentiate", &differentiate);
+  m.def("cache_launches", &cache_launches);
+  m.def("record_launch", &record_launch);
+  m.def("clear_launches", &clear_launches);
   pybind11::class_<Calls>(m, "Calls")
       .def(pybind11::init<>())
       .def("append", &Calls::append)

@@ -20,6 +20,7 @@ constexpr int kAlignedColumns = 8;  // 16 bytes
 // What a call is, the same for both directions.
 struct Call {
   DType type;
+  ScalarType scalar_type;
   Sizes sizes;
   Activation activation;
   bool saves_activation;
@@ -42,9 +43,10 @@ Activation activation_of(const std::string& name) {
 }
 
 Call call_of(const Tensor& x, const Tensor& w1, const Tensor& w2, const std::string& activation) {
-  STD_TORCH_CHECK(x.dim() == 2 && w1.dim() == 2 && w2.dim() == 2,
-                  "x, w1 and w2 must have two dimensions");
-  const int64_t rows = x.size(0), D = x.size(1), W = w1.size(0), F = w2.size(1), E = w2.size(0);
+  STD_TORCH_CHECK(x.dim() >= 2 && w1.dim() == 2 && w2.dim() == 2 && x.numel() > 0,
+                  "x must have rows, w1 and w2 two dimensions");
+  const int64_t D = x.size(-1), rows = x.numel() / D;
+  const int64_t W = w1.size(0), F = w2.size(1), E = w2.size(0);
   const bool gated = activation == "reglu" || activation == "geglu" || activation == "swiglu";
   STD_TORCH_CHECK(W == (gated ? 2 : 1) * F, "w1 must have ", (gated ? 2 : 1) * F, " rows for ",
                   activation, " and w2, got ", W);
@@ -61,6 +63,7 @@ Call call_of(const Tensor& x, const Tensor& w1, const Tensor& w2, const std::str
   }
   Call call;
   call.type = dtype_of(x, "x");
+  call.scalar_type = x.scalar_type();
   STD_TORCH_CHECK(call.type != DType::kFloat32, "x must be bfloat16 or float16");
   call.sizes = {static_cast<int>(rows), static_cast<int>(D), static_cast<int>(W),
                 static_cast<int>(F), static_cast<int>(E)};
@@ -72,14 +75,22 @@ Call call_of(const Tensor& x, const Tensor& w1, const Tensor& w2, const std::str
   return call;
 }
 
-// A matrix of 16-bit elements with contiguous columns.
+// A tensor [rows, columns] with contiguous columns, or a contiguous one whose leading dimensions are
+// the rows.
+Matrix rows_of(const Tensor& x, const char* name, const Call& call, ScalarType type, int rows,
+               int columns) {
+  const bool is_matrix = x.dim() == 2 && x.stride(1) == 1;
+  STD_TORCH_CHECK(x.is_cuda() && x.get_device_index() == call.device && x.scalar_type() == type &&
+                      (is_matrix || x.is_contiguous()) && x.size(-1) == columns &&
+                      x.numel() == int64_t{1} * rows * columns,
+                  name, " must be a CUDA tensor of ", rows, " rows of ", columns,
+                  " contiguous elements of the expected type on x's device");
+  return {x.data_ptr(), rows, columns, is_matrix && rows > 1 ? x.stride(0) : columns};
+}
+
+// The same of x's type.
 Matrix matrix_of(const Tensor& x, const char* name, const Call& call, int rows, int columns) {
-  STD_TORCH_CHECK(x.is_cuda() && x.get_device_index() == call.device &&
-                      dtype_of(x, name) == call.type && x.dim() == 2 && x.size(0) == rows &&
-                      x.size(1) == columns && x.stride(1) == 1,
-                  name, " must be a CUDA tensor [", rows, ", ", columns,
-                  "] of x's type and device with contiguous columns");
-  return {x.data_ptr(), rows, columns, rows > 1 ? x.stride(0) : columns};
+  return rows_of(x, name, call, call.scalar_type, rows, columns);
 }
 
 // The data of a contiguous tensor of `count` elements.
@@ -92,17 +103,13 @@ void* data_of(const Tensor& x, const char* name, const Call& call, ScalarType ty
   return x.data_ptr();
 }
 
-ScalarType scalar_type_of(DType type) {
-  return type == DType::kBFloat16 ? ScalarType::BFloat16 : ScalarType::Half;
-}
-
 // The same of x's type; null for a result that is not wanted.
 void* vector_of(const Tensor& x, const char* name, const Call& call, int64_t count) {
-  return x.numel() == 0 ? nullptr : data_of(x, name, call, scalar_type_of(call.type), count);
+  return x.numel() == 0 ? nullptr : data_of(x, name, call, call.scalar_type, count);
 }
 const void* bias_of(const std::optional<Tensor>& x, const char* name, const Call& call,
                     int64_t count) {
-  return x ? data_of(*x, name, call, scalar_type_of(call.type), count) : nullptr;
+  return x ? data_of(*x, name, call, call.scalar_type, count) : nullptr;
 }
 
 // Whether a tensor of y's type is fp32.
@@ -195,14 +202,9 @@ int64_t ffn_fwd(Tensor x, Tensor w1, std::optional<Tensor> b1, Tensor w2, std::o
   down.dropout = dropout_of(output_dropout_p, dropout_seed, stream + dropout::kSecondStream, call);
   down.bias = bias_of(b2, "b2", call, s.E);
   if (residual) {
-    STD_TORCH_CHECK(residual->is_cuda() && residual->get_device_index() == call.device &&
-                        residual->scalar_type() == y.scalar_type() && residual->dim() == 2 &&
-                        residual->size(0) == s.rows && residual->size(1) == s.E &&
-                        residual->stride(1) == 1,
-                    "residual must be [", s.rows, ", ", s.E,
-                    "] of y's type and device with contiguous columns");
-    down.residual = residual->data_ptr();
-    down.residual_stride = residual->stride(0);
+    const Matrix rows = rows_of(*residual, "residual", call, y.scalar_type(), s.rows, s.E);
+    down.residual = rows.data;
+    down.residual_stride = rows.stride;
   }
   multiply<Step::kDown>(call, {activated, s.rows, s.F, s.F}, matrix_of(w2, "w2", call, s.E, s.F),
                         down);

@@ -4,7 +4,8 @@
 
 - The default overload is the one that eager code, torch.compile, torch.export, functorch, modes and
   subclasses call. The library `_C_cpu` registers its CPU kernel when it is loaded. Until then, and
-  for every other device, the kernel is `Op.run`, which selects a backend and launches it.
+  for every other device, the kernel is `Op.run`, which selects a backend and launches it. On CUDA
+  the extension `_C_autograd` repeats what it launched (csrc/autograd/launch_cache.h).
 - `.backend` takes the name of a backend as its last argument and never falls back.
 - `.out` writes into given tensors. On the CPU it is the C++ kernel itself. It is meant for eager
   code that repeats recorded steps, and records no derivative.
@@ -13,6 +14,7 @@
 kernel. `_autograd.py` joins a forward and a backward op into a derivative.
 """
 
+import functools
 import importlib
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -21,8 +23,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 import torch
 from torch import Tensor
 
-from fastattn.ops import _env, _select, _vmap
-from fastattn.ops._select import CPU_BACKEND, OPS, Backend
+from fastattn.ops import _env, _native, _select, _vmap
+from fastattn.ops._select import CPU_BACKEND, NOT_CPU, OPS, Backend
 
 LIBRARY = torch.library.Library("fastattn", "DEF")
 _Layout = tuple[Sequence[int], Sequence[int], torch.dtype]
@@ -202,10 +204,31 @@ class Op:
             call = self.as_call(self._with_contiguous_rows(args))
             launch = self._launcher(_select.select(self, call, backend))
             device = args[self.first_tensor].device
-            if device.type == "cuda" and _env.several_gpus():
-                with torch.cuda.device(device):
-                    return launch(call)
+            if device.type == "cuda":
+                if backend is None:
+                    _cache_launches()
+                elif backend == NOT_CPU:
+                    launch = functools.partial(self._launch_and_record, args, launch)
+                if _env.several_gpus():
+                    with torch.cuda.device(device):
+                        return launch(call)
             return launch(call)
+
+    def _launch_and_record(
+        self,
+        args: Sequence[Any],
+        launch: Callable[..., tuple[Tensor, ...]],
+        call: Sequence[Any],
+    ) -> tuple[Tensor, ...]:
+        """Of a call that the launch cache passed on: it repeats the launch for later ones."""
+        with _native.recorded_launches() as launches:
+            results = launch(call)
+        if len(launches) == 1:
+            [(op, library_args, size)] = launches
+            name = op._schema.name
+            extension = _native.extension()
+            extension.record_launch(self.name, tuple(args), results, name, library_args, size)
+        return results
 
     def _run_into(self, *args: Any, **results: Tensor) -> Any:
         """The kernel of `.out` for devices on which no library registers one."""
@@ -348,6 +371,17 @@ class Op:
             return results
 
         return launch
+
+
+@functools.cache
+def _cache_launches() -> None:
+    """Registers the launch caches of ops that GPU libraries have, if there is the extension. They
+    are the kernels of default overloads on CUDA from then on, and pass calls on to `.backend`.
+    """
+    extension = _native.extension()
+    for op in OPS.values() if extension is not None else ():
+        if not _native.GPU_LIBRARIES.isdisjoint(op.backends):
+            extension.cache_launches(op.name, "CUDA")
 
 
 def _in_layout(

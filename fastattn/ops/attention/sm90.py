@@ -175,10 +175,8 @@ def _changes(call: _AnyCall) -> tuple[Any, ...]:
 
 
 def _launch(op: Any, q: Tensor, *arguments: Any) -> None:
-    """An op that needs workspace and gets none launches nothing and returns the size."""
-    arguments = (q, *arguments, _env.multiprocessors(q.device.type, q.device.index or 0))
-    if size := op(*arguments, None):
-        op(*arguments, _native.workspace(size, q.device))
+    num_sms = _env.multiprocessors(q.device.type, q.device.index or 0)
+    _native.launch_with_workspace(op, q.device, q, *arguments, num_sms)
 
 
 # -- forward --------------------------------------------------------------------------------------
@@ -257,7 +255,7 @@ def attention_varlen_bwd(
 ) -> None:
     if 0 in (call.q.shape[0], call.q.shape[1], call.k.shape[0]):
         return _no_pair_at_all(call, dsinks, dq, dk, dv, ddistance_bias)
-    arguments = (*_packed(call), *_results(call, call.lse), dq, dk, dv, dq.new_empty(0))
+    arguments = (*_packed(call), *_results(call, call.lse), dq, dk, dv, None)
     _launch_backward(*arguments, ddistance_bias, dsinks)
 
 

@@ -72,8 +72,10 @@ def ffn_bwd_unsupported(call: BackwardCall) -> str | None:
 
 # -- launches -------------------------------------------------------------------------------------
 def _rows(x: Tensor) -> Tensor:
-    """[..., N] -> [rows, N]."""
-    return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    """[..., N] -> [rows, N], or x itself where the library takes its leading dimensions as rows."""
+    if x.dim() == 2 or (x.dim() > 2 and x.is_contiguous()):
+        return x
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def _dense(x: Tensor | None) -> Tensor | None:
@@ -83,21 +85,15 @@ def _dense(x: Tensor | None) -> Tensor | None:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _launch(op: Any, device: torch.device, *arguments: Any) -> None:
-    """An op that needs workspace and gets none launches nothing and returns the size."""
-    if size := op(*arguments, None):
-        op(*arguments, _native.workspace(size, device))
-
-
 def ffn_fwd(call: ForwardCall, y: Tensor, hidden: Tensor) -> None:
     x, residual = _rows(call.x), call.residual
-    if x.shape[0] == 0:
+    if x.numel() == 0:
         return
     if residual is not None:
         residual = _rows(residual)
         if _unreadable("residual", residual):
             residual = residual.clone(memory_format=torch.contiguous_format)
-    _launch(
+    _native.launch_with_workspace(
         _library.ffn_fwd.default, x.device, x, call.w1, _dense(call.b1), call.w2, _dense(call.b2),
         residual, *call[call._fields.index("activation") :], y, hidden,
     )  # fmt: skip
@@ -107,11 +103,11 @@ def ffn_bwd(
     call: BackwardCall, dx: Tensor, dw1: Tensor, db1: Tensor, dw2: Tensor, db2: Tensor
 ) -> None:
     x = _rows(call.x)
-    if x.shape[0] == 0:
+    if x.numel() == 0:
         for gradient in (dx, dw1, db1, dw2, db2):
             gradient.zero_()
         return
-    _launch(
+    _native.launch_with_workspace(
         _library.ffn_bwd.default, x.device, _dense(call.dy), x, call.w1, call.w2,
         _dense(call.hidden), call.activation, call.dropout_p, call.output_dropout_p,
         call.dropout_seed, call.dropout_stream, dx, dw1, db1, dw2, db2,

@@ -100,9 +100,9 @@ def _norm_fwd(
                 statistic.fill_(torch.nan)  # those of no elements
         return
     x_bias, weight, bias = _parameters(y.dtype, x_bias, weight, bias)
-    _library.norm_fwd.default(
-        _rows(x), _rows(residual), x_bias, weight, bias, eps, dropout_p, dropout_seed,
-        dropout_stream, y, z, mean, rstd,
+    _native.launch(
+        _library.norm_fwd.default, _rows(x), _rows(residual), x_bias, weight, bias, eps,
+        dropout_p, dropout_seed, dropout_stream, y, z, mean, rstd,
     )  # fmt: skip
 
 
@@ -129,14 +129,12 @@ def _norm_bwd(
     if all(gradient is None for gradient in (dx, dsum, *parameter_gradients)):
         return
     [weight] = _parameters(z.dtype, weight)
-    arguments = (
-        _rows(dy), _rows(dz), _rows(z), weight, None if mean is None else mean.contiguous(),
-        rstd.contiguous(), *dropout, dx, dsum, *parameter_gradients,
+    _native.launch_with_workspace(
+        _library.norm_bwd.default, z.device, _rows(dy), _rows(dz), _rows(z), weight,
+        None if mean is None else mean.contiguous(), rstd.contiguous(), *dropout, dx, dsum,
+        *parameter_gradients,
         _env.multiprocessors(z.device.type, z.device.index or 0),
     )  # fmt: skip
-    # An op that needs workspace and gets none launches nothing and returns the size.
-    if size := _library.norm_bwd.default(*arguments, None):
-        _library.norm_bwd.default(*arguments, _native.workspace(size, z.device))
 
 
 def _wanted(gradient: Tensor, needed: bool, like: Any = True) -> Tensor | None:

@@ -1,0 +1,290 @@
+// The launch cache of the GPU libraries: calls of an op without Python. In Python, selecting a
+// backend, allocating the results and launching take tens of microseconds. If a call launches one
+// op of a GPU library, with its own arguments and results, Python records that, and later calls
+// with tensors of the same layouts repeat it from here.
+#pragma once
+
+#include <ATen/Context.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
+#include <torch/library.h>
+
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace fastattn::autograd {
+
+using torch::jit::Stack;
+
+// All that Python's decisions depend on, as numbers: the values of arguments, of tensors their
+// dtype, device, sizes, strides and alignment, which of them are the same tensor, and whether
+// algorithms must be deterministic.
+using CallKey = std::vector<int64_t>;
+
+struct HashOfKey {
+  size_t operator()(const CallKey& key) const {
+    uint64_t hash = key.size();
+    for (int64_t number : key) {
+      hash = (hash ^ static_cast<uint64_t>(number)) * 0x9E3779B97F4A7C15u;
+      hash ^= hash >> 32;
+    }
+    return hash;
+  }
+};
+
+inline void append(CallKey& key, const at::Tensor& x) {
+  constexpr uintptr_t kAlignment = 16;  // of the kernels' widest accesses
+  const auto address = reinterpret_cast<uintptr_t>(x.const_data_ptr());
+  key.insert(key.end(), {static_cast<int64_t>(x.scalar_type()), x.get_device(), x.dim(),
+                         static_cast<int64_t>(address % kAlignment), address == 0});
+  key.insert(key.end(), x.sizes().begin(), x.sizes().end());
+  key.insert(key.end(), x.strides().begin(), x.strides().end());
+}
+
+// The first of the values that is this tensor, -1 if none is.
+inline int64_t index_in(c10::ArrayRef<c10::IValue> values, const at::Tensor& x) {
+  for (size_t i = 0; i < values.size(); ++i) {
+    if (values[i].isTensor() && values[i].toTensor().is_same(x)) {
+      return static_cast<int64_t>(i);
+    }
+  }
+  return -1;
+}
+
+// The key of a call's arguments; empty if one of them has a type that keys do not know.
+inline CallKey key_of(c10::ArrayRef<c10::IValue> arguments) {
+  // Before the value of an argument that need not be a tensor.
+  enum Kind : int64_t { kNone, kTensor, kInt, kDouble, kBool, kString, kBools };
+  CallKey key;
+  key.reserve(192);
+  key.push_back(at::globalContext().deterministicAlgorithms());
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const c10::IValue& value = arguments[i];
+    if (value.isNone() || (value.isTensor() && !value.toTensor().defined())) {
+      key.push_back(kNone);
+    } else if (value.isTensor()) {
+      key.insert(key.end(), {kTensor, index_in(arguments, value.toTensor())});
+      append(key, value.toTensor());
+    } else if (value.isInt()) {
+      key.insert(key.end(), {kInt, value.toInt()});
+    } else if (value.isDouble()) {
+      const double number = value.toDouble();
+      int64_t bits;
+      static_assert(sizeof bits == sizeof number);
+      std::memcpy(&bits, &number, sizeof bits);
+      key.insert(key.end(), {kDouble, bits});
+    } else if (value.isBool()) {
+      key.insert(key.end(), {kBool, value.toBool()});
+    } else if (value.isString()) {
+      const std::string& text = value.toStringRef();
+      key.insert(key.end(), {kString, static_cast<int64_t>(text.size())});
+      key.insert(key.end(), text.begin(), text.end());
+    } else if (value.isBoolList()) {
+      const auto flags = value.toBoolList();
+      key.insert(key.end(), {kBools, static_cast<int64_t>(flags.size())});
+      key.insert(key.end(), flags.begin(), flags.end());
+    } else {
+      return {};
+    }
+  }
+  return key;
+}
+
+// An op of a GPU library, which writes into results, and where its arguments come from.
+struct Launch {
+  enum class From { kArgument, kResult, kConstant, kWorkspace };
+  struct Source {
+    From from;
+    int64_t index;         // of the argument or result
+    c10::IValue constant;  // neither
+  };
+  struct Layout {
+    std::vector<int64_t> sizes, strides;
+    at::ScalarType dtype;
+  };
+
+  c10::OperatorHandle op;
+  int first_tensor;  // an argument on the device of the results
+  std::vector<Layout> results;
+  std::vector<Source> sources;
+  int64_t workspace_bytes;
+
+  // Replaces the arguments of a call, the last on the stack, by its results.
+  void repeat(Stack* stack, size_t arguments) const {
+    const size_t first = stack->size() - arguments;
+    const at::TensorOptions options = (*stack)[first + first_tensor].toTensor().options();
+    const c10::DeviceGuard guard(options.device());
+    Stack found, call;
+    found.reserve(results.size());
+    for (const Layout& result : results) {
+      found.emplace_back(
+          at::empty_strided(result.sizes, result.strides, options.dtype(result.dtype)));
+    }
+    call.reserve(sources.size());
+    for (const Source& source : sources) {
+      switch (source.from) {
+        case From::kArgument:
+          call.push_back((*stack)[first + source.index]);
+          break;
+        case From::kResult:
+          call.push_back(found[source.index]);
+          break;
+        case From::kConstant:
+          call.push_back(source.constant);
+          break;
+        case From::kWorkspace:
+          call.push_back(workspace_bytes == 0
+                             ? c10::IValue()
+                             : c10::IValue(at::empty({workspace_bytes}, options.dtype(at::kByte))));
+          break;
+      }
+    }
+    op.callBoxed(&call);
+    torch::jit::drop(*stack, arguments);
+    for (c10::IValue& result : found) {
+      stack->push_back(std::move(result));
+    }
+  }
+};
+
+// The launches of one op.
+class Launches {
+ public:
+  std::shared_ptr<const Launch> find(const CallKey& key) const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = launches_.find(key);
+    return found == launches_.end() ? nullptr : found->second;
+  }
+  void add(CallKey key, Launch launch) {
+    constexpr size_t kMost = 4096;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (launches_.size() >= kMost) {
+      launches_.clear();
+    }
+    launches_.insert_or_assign(std::move(key), std::make_shared<const Launch>(std::move(launch)));
+  }
+  void clear() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    launches_.clear();
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::unordered_map<CallKey, std::shared_ptr<const Launch>, HashOfKey> launches_;
+};
+
+// The kernel of an op's default overload. What the cache does not have runs in Python, through the
+// overload `backend`.
+class Cached final : public c10::OperatorKernel {
+ public:
+  Cached(const Launches& launches, c10::OperatorHandle in_python)
+      : launches_(launches), in_python_(in_python) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
+    const size_t arguments = op.schema().arguments().size();
+    if (const auto launch = launches_.find(key_of(torch::jit::last(*stack, arguments)))) {
+      launch->repeat(stack, arguments);
+      return;
+    }
+    stack->emplace_back(std::string());
+    in_python_.callBoxed(stack);
+  }
+
+ private:
+  const Launches& launches_;  // lives as long as the process
+  const c10::OperatorHandle in_python_;
+};
+
+// -- for Python ----------------------------------------------------------------------------------
+inline std::unordered_map<std::string, Launches>& launches_by_op() {
+  static auto* launches = new std::unordered_map<std::string, Launches>;
+  return *launches;
+}
+
+// Registers the cache of an op of the namespace fastattn under a dispatch key.
+inline void cache_launches(const std::string& op, const std::string& key) {
+  static auto* libraries = new std::vector<torch::Library>;  // registered as long as they live
+  const auto in_python =
+      c10::Dispatcher::singleton().findSchemaOrThrow(("fastattn::" + op).c_str(), "backend");
+  libraries->emplace_back(torch::Library::IMPL, "fastattn", c10::parseDispatchKey(key), __FILE__,
+                          __LINE__);
+  libraries->back().impl(op.c_str(),
+                         torch::CppFunction::makeFromBoxedFunctor(
+                             std::make_unique<Cached>(launches_by_op()[op], in_python)));
+}
+
+// Records that a call of an op launched `library_op` and nothing else: with these arguments, before
+// a workspace of so many bytes, if its schema ends with one. Does not record calls with other
+// tensors than the op's arguments and results. Returns whether it did.
+inline bool record_launch(const std::string& op, const pybind11::tuple& args,
+                          const pybind11::tuple& results, const std::string& library_op,
+                          const pybind11::tuple& library_args, int64_t workspace_bytes) {
+  c10::Dispatcher& dispatcher = c10::Dispatcher::singleton();
+  const auto stack_of = [](const c10::OperatorHandle& handle, const pybind11::tuple& values) {
+    return torch::jit::createStackForSchema(handle.schema(), torch::jit::tuple_slice(values), {},
+                                            std::nullopt);
+  };
+  const Stack call = stack_of(dispatcher.findSchemaOrThrow(("fastattn::" + op).c_str(), ""), args);
+  const auto handle = dispatcher.findSchemaOrThrow(library_op.c_str(), "");
+  const bool has_workspace = handle.schema().arguments().back().name() == "workspace";
+  pybind11::tuple all = library_args;
+  if (has_workspace) {
+    all = library_args + pybind11::make_tuple(pybind11::none());
+  }
+  const Stack library_call = stack_of(handle, all);
+  Stack found;
+  for (const pybind11::handle result : results) {
+    found.emplace_back(result.cast<at::Tensor>());
+  }
+
+  using From = Launch::From;
+  Launch launch = {handle, 0, {}, {}, workspace_bytes};
+  std::vector<bool> written(found.size());
+  for (size_t i = 0; i < library_call.size(); ++i) {
+    const c10::IValue& value = library_call[i];
+    if (has_workspace && i + 1 == library_call.size()) {
+      launch.sources.push_back({From::kWorkspace, 0, {}});
+    } else if (!value.isTensor()) {
+      launch.sources.push_back({From::kConstant, 0, value});
+    } else if (const int64_t result = index_in(found, value.toTensor()); result >= 0) {
+      launch.sources.push_back({From::kResult, result, {}});
+      written[result] = true;
+    } else if (const int64_t argument = index_in(call, value.toTensor()); argument >= 0) {
+      launch.sources.push_back({From::kArgument, argument, {}});
+    } else {
+      return false;
+    }
+  }
+  for (size_t i = 0; i < found.size(); ++i) {
+    const at::Tensor result = found[i].toTensor();
+    if (!written[i] && result.numel() > 0) {
+      return false;
+    }
+    launch.results.push_back({result.sizes().vec(), result.strides().vec(), result.scalar_type()});
+  }
+  while (!call[launch.first_tensor].isTensor()) {
+    ++launch.first_tensor;
+  }
+  CallKey key = key_of(call);
+  if (key.empty()) {
+    return false;
+  }
+  launches_by_op()[op].add(std::move(key), std::move(launch));
+  return true;
+}
+
+inline void clear_launches() {
+  for (auto& [op, launches] : launches_by_op()) {
+    launches.clear();
+  }
+}
+
+}  // namespace fastattn::autograd

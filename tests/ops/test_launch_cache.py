@@ -1,0 +1,242 @@
+"""The launch cache of GPU libraries (csrc/autograd/launch_cache.h), with an op of a library for CPU
+tensors.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from probe_op import MakeOp
+from torch import Tensor
+
+from fastattn.ops import _native
+from fastattn.ops._op import Op
+from fastattn.ops._select import Backend
+from fastattn.testing import poisoned_results
+
+pytestmark = pytest.mark.skipif(
+    _native.extension_unavailable() is not None, reason=f"{_native.extension_unavailable()}"
+)
+_WORKSPACE = 24
+
+
+class _Call(NamedTuple):
+    x: Tensor
+    other: Tensor | None
+    factor: float
+    name: str
+    needs: Sequence[bool]
+
+
+class _Library:
+    """torch.ops.fastattn_probe.multiply: y = x * other * factor (other None: 1), z = -y."""
+
+    def __init__(self, library: torch.library.Library) -> None:
+        self.calls = 0
+        self.workspaces: list[int] = []
+        library.define(
+            "multiply(Tensor x, Tensor? other, float factor, int fixed, Tensor(a!) y, "
+            "Tensor(b!) z, Tensor(c!)? workspace) -> int"
+        )
+        library.impl("multiply", self._multiply, "CPU")
+
+    def _multiply(
+        self,
+        x: Tensor,
+        other: Tensor | None,
+        factor: float,
+        fixed: int,
+        y: Tensor,
+        z: Tensor,
+        workspace: Tensor | None,
+    ) -> int:
+        if fixed != 7:
+            raise NotImplementedError("fixed must be 7")
+        if workspace is None and factor > 0:
+            return _WORKSPACE
+        self.calls += 1
+        self.workspaces.append(0 if workspace is None else workspace.numel())
+        torch.mul(x if other is None else x * other, factor, out=y)
+        torch.neg(y, out=z)
+        return 0
+
+
+@pytest.fixture
+def library() -> Iterator[_Library]:
+    with torch.library._scoped_library("fastattn_probe", "DEF") as scoped:
+        yield _Library(scoped)
+
+
+class _Probe:
+    """An op under the cache. python: how many calls ran in Python."""
+
+    def __init__(self, op: Op) -> None:
+        self.op, self.python = op, 0
+
+        def run(args: Sequence[Any], backend: str | None) -> tuple[Tensor, ...]:
+            assert backend == ""
+            self.python += 1
+            return op._launch_and_record(args, op._launcher("sm90"), op.as_call(args))
+
+        op.run = run  # type: ignore[method-assign]
+        _native.extension().cache_launches(op.name, "CPU")
+
+    def __call__(
+        self,
+        x: Tensor,
+        other: Tensor | None = None,
+        factor: float = 2.0,
+        name: str = "a",
+        needs: Sequence[bool] = (True, False),
+    ) -> Tensor:
+        y, z = self.op.default(x, other, factor, name, list(needs))
+        expected = (x if other is None else x * other) * factor
+        assert torch.equal(y, expected) and torch.equal(z, -expected)
+        return y  # type: ignore[no-any-return]
+
+
+Make = Callable[..., _Probe]
+
+
+@pytest.fixture
+def make(make_op: MakeOp, library: _Library) -> Make:
+    def probe(x: str = "call.x", after: str = "pass", fixed: int = 7) -> _Probe:
+        source = (
+            "import torch\n"
+            "from fastattn.ops import _native\n"
+            "def PROBE(call, y, z):\n"
+            "    op = torch.ops.fastattn_probe.multiply.default\n"
+            f"    args = ({x}, call.other, call.factor, {fixed}, y, z)\n"
+            "    _native.launch_with_workspace(op, call.x.device, *args)\n"
+            f"    {after}\n"
+        )
+        return _Probe(make_op([Backend("sm90")], _Call, sm90=source))
+
+    return probe
+
+
+def test_later_calls_repeat_the_launch(make: Make, library: _Library) -> None:
+    probe = make()
+    results = [probe(torch.randn(3, 4)) for _ in range(4)]
+    assert probe.python == 1 and library.calls == 4
+    assert len({y.data_ptr() for y in results}) == 4
+    assert library.workspaces == [_WORKSPACE] * 4
+    for _ in range(2):
+        probe(torch.randn(3, 4), factor=-1.0)
+    assert probe.python == 2 and library.workspaces[4:] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"x": torch.randn(4, 3)},
+        {"x": torch.randn(4, 3).t()},
+        {"x": torch.randn(3, 4, dtype=torch.float64)},
+        {"x": torch.randn(13)[1:].view(3, 4)},  # another alignment
+        {"x": torch.randn(1, 3, 4)},
+        {"other": torch.randn(3, 4)},
+        {"factor": 3.0},
+        {"name": "b"},
+        {"name": "ab"},
+        {"needs": (True, True)},
+        {"needs": (True,) * 3},
+    ],
+    ids=str,
+)
+def test_other_layouts_and_values_run_in_python(make: Make, change: dict[str, Any]) -> None:
+    probe = make()
+    x = torch.randn(3, 4)
+    probe(x)
+    for _ in range(2):
+        probe(**{"x": x, **change})
+    assert probe.python == 2
+    probe(torch.randn(3, 4))
+    assert probe.python == 2
+
+
+def test_deterministic_algorithms_have_launches_of_their_own(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probe = make()
+    x = torch.randn(3, 4)
+    probe(x)
+    torch.use_deterministic_algorithms(True)
+    try:
+        probe(x)
+        probe(x)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert probe.python == 2
+
+
+def test_one_tensor_for_two_arguments(make: Make) -> None:
+    """The library gets both from the first: other calls have two tensors."""
+    probe = make()
+    x = torch.randn(3, 4)
+    for _ in range(2):
+        probe(x, x)
+    assert probe.python == 1
+    for _ in range(2):
+        probe(x, torch.randn(3, 4))
+    assert probe.python == 2
+
+
+@pytest.mark.parametrize("x", ["call.x.clone()", "call.x + 0"])
+def test_a_launch_with_other_tensors_is_not_repeated(make: Make, x: str) -> None:
+    probe = make(x=x)
+    for _ in range(3):
+        probe(torch.randn(3, 4))
+    assert probe.python == 3
+
+
+def test_several_launches_are_not_repeated(make: Make, library: _Library) -> None:
+    probe = make(after="_native.launch_with_workspace(op, call.x.device, *args)")
+    for _ in range(3):
+        probe(torch.randn(3, 4))
+    assert probe.python == 3 and library.calls == 6
+
+
+def test_a_result_that_the_library_does_not_get(make: Make, make_op: MakeOp) -> None:
+    source = (
+        "import torch\n"
+        "from fastattn.ops import _native\n"
+        "def PROBE(call, y, z):\n"
+        "    op = torch.ops.fastattn_probe.multiply.default\n"
+        "    own = torch.empty_like(z)\n"
+        "    _native.launch_with_workspace(op, z.device, *call[:3], 7, y, own)\n"
+        "    z.copy_(own)\n"
+    )
+    probe = _Probe(make_op([Backend("sm90")], _Call, sm90=source))
+    for _ in range(3):
+        probe(torch.randn(3, 4))
+    assert probe.python == 3
+
+
+def test_errors_keep_their_type(make: Make) -> None:
+    probe = make(fixed=8)
+    with pytest.raises(NotImplementedError, match="fixed must be 7"):
+        probe(torch.randn(3, 4))
+
+
+def test_errors_of_repeated_launches_keep_their_type(make: Make, library: _Library) -> None:
+    probe = make()
+    probe(torch.randn(3, 4))
+    library.workspaces = None  # type: ignore[assignment]
+    with pytest.raises(AttributeError):
+        probe(torch.randn(3, 4))
+    assert probe.python == 1
+
+
+def test_poisoned_calls_run_in_python(make: Make) -> None:
+    probe = make()
+    x = torch.randn(3, 4)
+    probe(x)
+    with poisoned_results():
+        probe(x)
+        probe(x)
+    assert probe.python == 3
+    probe(x)
+    probe(x)
+    assert probe.python == 4
+

@@ -1,7 +1,8 @@
 // The launch cache of the GPU libraries: calls of an op without Python. In Python, selecting a
 // backend, allocating the results and launching take tens of microseconds. If a call launches one
-// op of a GPU library, with its own arguments and results, Python records that, and later calls
-// with tensors of the same layouts repeat it from here.
+// op of a GPU library, with its own arguments and results, Python records that at the second call
+// with tensors of these layouts (recording takes time, and layouts may be new in every call), and
+// later ones repeat it from here.
 #pragma once
 
 #include <ATen/Context.h>
@@ -17,6 +18,7 @@
 #include <mutex>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -158,13 +160,20 @@ struct Launch {
 // The launches of one op.
 class Launches {
  public:
+  // Whether the key is that of an earlier call, or of equal hash.
+  bool was_seen(const CallKey& key) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (seen_.size() >= kMost) {
+      seen_.clear();
+    }
+    return !seen_.insert(HashOfKey{}(key)).second;
+  }
   std::shared_ptr<const Launch> find(const CallKey& key) const {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = launches_.find(key);
     return found == launches_.end() ? nullptr : found->second;
   }
   void add(CallKey key, Launch launch) {
-    constexpr size_t kMost = 4096;
     const std::lock_guard<std::mutex> lock(mutex_);
     if (launches_.size() >= kMost) {
       launches_.clear();
@@ -173,33 +182,41 @@ class Launches {
   }
   void clear() {
     const std::lock_guard<std::mutex> lock(mutex_);
+    seen_.clear();
     launches_.clear();
   }
 
  private:
+  static constexpr size_t kMost = 4096;
   mutable std::mutex mutex_;
+  std::unordered_set<size_t> seen_;
   std::unordered_map<CallKey, std::shared_ptr<const Launch>, HashOfKey> launches_;
 };
+
+// Of the call that this thread has just passed on to Python.
+inline thread_local bool should_record = false;
 
 // The kernel of an op's default overload. What the cache does not have runs in Python, through the
 // overload `backend`.
 class Cached final : public c10::OperatorKernel {
  public:
-  Cached(const Launches& launches, c10::OperatorHandle in_python)
+  Cached(Launches& launches, c10::OperatorHandle in_python)
       : launches_(launches), in_python_(in_python) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
     const size_t arguments = op.schema().arguments().size();
-    if (const auto launch = launches_.find(key_of(torch::jit::last(*stack, arguments)))) {
+    const CallKey key = key_of(torch::jit::last(*stack, arguments));
+    if (const auto launch = launches_.find(key)) {
       launch->repeat(stack, arguments);
       return;
     }
+    should_record = launches_.was_seen(key);
     stack->emplace_back(std::string());
     in_python_.callBoxed(stack);
   }
 
  private:
-  const Launches& launches_;  // lives as long as the process
+  Launches& launches_;  // lives as long as the process
   const c10::OperatorHandle in_python_;
 };
 

@@ -220,13 +220,15 @@ class Op:
         launch: Callable[..., tuple[Tensor, ...]],
         call: Sequence[Any],
     ) -> tuple[Tensor, ...]:
-        """Of a call that the launch cache passed on: it repeats the launch for later ones."""
+        """Of a call that the launch cache passed on: it repeats the launch if it asks for it."""
+        extension = _native.extension()
+        if not extension.should_record_launch():
+            return launch(call)
         with _native.recorded_launches() as launches:
             results = launch(call)
         if len(launches) == 1:
             [(op, library_args, size)] = launches
             name = op._schema.name
-            extension = _native.extension()
             extension.record_launch(self.name, tuple(args), results, name, library_args, size)
         return results
 

@@ -7,8 +7,6 @@ library plans the workspace (csrc/ffn/sm90/workspace.h): the activation, unless 
 the backward the gradients between two products.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,7 @@
 // The extension fastattn._C_autograd, built for one torch and one Python: the derivative of every
 // op in C++, as a kernel at the dispatcher's Autograd keys, the launch cache of the GPU libraries,
-// and calls that are replayed. Without it, and at the other Autograd keys, the same derivative is in
-// Python (fastattn/ops/_autograd.py).
+// and calls that are replayed. Without it, and at the other Autograd keys, the same derivative is
+// in Python (fastattn/ops/_autograd.py).
 #include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/python_cpp_function.h>

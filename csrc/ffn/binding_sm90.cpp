@@ -75,8 +75,8 @@ Call call_of(const Tensor& x, const Tensor& w1, const Tensor& w2, const std::str
   return call;
 }
 
-// A tensor [rows, columns] with contiguous columns, or a contiguous one whose leading dimensions are
-// the rows.
+// A tensor [rows, columns] with contiguous columns, or a contiguous one whose leading dimensions
+// are the rows.
 Matrix rows_of(const Tensor& x, const char* name, const Call& call, ScalarType type, int rows,
                int columns) {
   const bool is_matrix = x.dim() == 2 && x.stride(1) == 1;

@@ -5,16 +5,13 @@ torch.ops.fastattn and defines torch.ops.fastattn_cpu, or returns the reason why
 `extension()` returns fastattn._C_autograd, which is built for one version of PyTorch and of Python.
 """
 
-import contextlib
 import functools
 import importlib.machinery
 import logging
 import re
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +27,6 @@ _BUILD = {
     name: f"FASTATTN_NATIVE=cpu,autograd,{name} pip install --no-build-isolation ."
     for name in ("sm90", "cuda")
 }
-GPU_LIBRARIES = frozenset(_BUILD)
 _log = logging.getLogger("fastattn")
 
 
@@ -77,49 +73,6 @@ def workspace(size: int, device: torch.device) -> Tensor:
     there).
     """
     return torch.empty(size, dtype=torch.uint8, device=device)
-
-
-class Launch(NamedTuple):
-    """A call of an op of a GPU library, without its workspace of so many bytes."""
-
-    op: Any
-    args: tuple[Any, ...]
-    workspace_bytes: int
-
-
-class _Launches(threading.local):
-    recorded: list[Launch] | None = None
-
-
-_launches = _Launches()
-
-
-def launch(op: Any, *args: Any) -> None:
-    """Calls an op of a GPU library, which writes into tensors that it is given."""
-    op(*args)
-    if _launches.recorded is not None:
-        _launches.recorded.append(Launch(op, args, 0))
-
-
-def launch_with_workspace(op: Any, device: torch.device, *args: Any) -> None:
-    """The same for an op whose last argument is the workspace: without the one that it needs, it
-    launches nothing and returns the size.
-    """
-    if size := op(*args, None):
-        op(*args, workspace(size, device))
-    if _launches.recorded is not None:
-        _launches.recorded.append(Launch(op, args, size))
-
-
-@contextlib.contextmanager
-def recorded_launches() -> Iterator[list[Launch]]:
-    """What this thread launches inside."""
-    before, recorded = _launches.recorded, list[Launch]()
-    _launches.recorded = recorded
-    try:
-        yield recorded
-    finally:
-        _launches.recorded = before
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import torch
 from torch import Tensor
 
-from fastattn.ops import _env, _native, _select, _vmap
+from fastattn.ops import _env, _launch, _select, _vmap
 from fastattn.ops._select import CPU_BACKEND, NOT_CPU, OPS, Backend
 
 LIBRARY = torch.library.Library("fastattn", "DEF")
@@ -202,35 +202,18 @@ class Op:
                 return self.run(args, backend)
         with torch._C._AutoDispatchBelowADInplaceOrView():  # nor record a graph or views
             call = self.as_call(self._with_contiguous_rows(args))
-            launch = self._launcher(_select.select(self, call, backend))
+            run = functools.partial(self._launcher(_select.select(self, call, backend)), call)
             device = args[self.first_tensor].device
-            if device.type == "cuda":
-                if backend is None:
-                    _cache_launches()
-                elif backend == NOT_CPU:
-                    launch = functools.partial(self._launch_and_record, args, launch)
-                if _env.several_gpus():
-                    with torch.cuda.device(device):
-                        return launch(call)
-            return launch(call)
-
-    def _launch_and_record(
-        self,
-        args: Sequence[Any],
-        launch: Callable[..., tuple[Tensor, ...]],
-        call: Sequence[Any],
-    ) -> tuple[Tensor, ...]:
-        """Of a call that the launch cache passed on: it repeats the launch if it asks for it."""
-        extension = _native.extension()
-        if not extension.should_record_launch():
-            return launch(call)
-        with _native.recorded_launches() as launches:
-            results = launch(call)
-        if len(launches) == 1:
-            [(op, library_args, size)] = launches
-            name = op._schema.name
-            extension.record_launch(self.name, tuple(args), results, name, library_args, size)
-        return results
+            if device.type != "cuda":
+                return run()
+            if backend is None:
+                _enable_launch_cache()
+            elif backend == NOT_CPU:
+                run = functools.partial(_launch.run_and_record, self.name, args, run)
+            if _env.several_gpus():
+                with torch.cuda.device(device):
+                    return run()
+            return run()
 
     def _run_into(self, *args: Any, **results: Tensor) -> Any:
         """The kernel of `.out` for devices on which no library registers one."""
@@ -376,14 +359,8 @@ class Op:
 
 
 @functools.cache
-def _cache_launches() -> None:
-    """Registers the launch caches of ops that GPU libraries have, if there is the extension. They
-    are the kernels of default overloads on CUDA from then on, and pass calls on to `.backend`.
-    """
-    extension = _native.extension()
-    for op in OPS.values() if extension is not None else ():
-        if not _native.GPU_LIBRARIES.isdisjoint(op.backends):
-            extension.cache_launches(op.name, "CUDA")
+def _enable_launch_cache() -> None:
+    _launch.enable_cache(OPS.values())
 
 
 def _in_layout(

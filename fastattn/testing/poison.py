@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from fastattn.ops import _native
+from fastattn.ops import _launch, _native
 from fastattn.ops._op import Op
 
 
@@ -35,8 +35,8 @@ def poisoned_results() -> Iterator[None]:
     def native_workspace(size: int, device: torch.device) -> Tensor:
         return own_native_workspace(size, device).fill_(0xFF)
 
-    def launch(self: Op, args: Sequence[Any], launch: Any, call: Sequence[Any]) -> Any:
-        return launch(call)  # records nothing
+    def run(name: str, args: Sequence[Any], run: Any) -> Any:
+        return run()  # records nothing
 
     own_workspace, own_native_workspace = Op.allocate_workspace, _native.workspace
     library = None if _native.unavailable("cpu") else torch.ops.fastattn_cpu
@@ -46,10 +46,9 @@ def poisoned_results() -> Iterator[None]:
             mock.patch.object(Op, "allocate", allocate),
             mock.patch.object(Op, "allocate_workspace", allocate_workspace),
             mock.patch.object(_native, "workspace", native_workspace),
-            mock.patch.object(Op, "_launch_and_record", launch),
+            mock.patch.object(_launch, "run_and_record", run),
         ):
-            if (extension := _native.extension()) is not None:
-                extension.clear_launches()  # calls run in Python
+            _launch.clear_cache()
             yield
     finally:
         if library is not None:

@@ -10,7 +10,7 @@ import torch
 from probe_op import MakeOp
 from torch import Tensor
 
-from fastattn.ops import _native
+from fastattn.ops import _launch, _native
 from fastattn.ops._op import Op
 from fastattn.ops._select import Backend
 from fastattn.testing import poisoned_results
@@ -77,7 +77,8 @@ class _Probe:
         def run(args: Sequence[Any], backend: str | None) -> tuple[Tensor, ...]:
             assert backend == ""
             self.python += 1
-            return op._launch_and_record(args, op._launcher("sm90"), op.as_call(args))
+            call = op.as_call(args)
+            return _launch.run_and_record(op.name, args, lambda: op._launcher("sm90")(call))
 
         op.run = run  # type: ignore[method-assign]
         _native.extension().cache_launches(op.name, "CPU")
@@ -104,11 +105,11 @@ def make(make_op: MakeOp, library: _Library) -> Make:
     def probe(x: str = "call.x", after: str = "pass", fixed: int = 7) -> _Probe:
         source = (
             "import torch\n"
-            "from fastattn.ops import _native\n"
+            "from fastattn.ops import _launch\n"
             "def PROBE(call, y, z):\n"
             "    op = torch.ops.fastattn_probe.multiply.default\n"
             f"    args = ({x}, call.other, call.factor, {fixed}, y, z)\n"
-            "    _native.launch_with_workspace(op, call.x.device, *args)\n"
+            "    _launch.launch_with_workspace(op, call.x.device, *args)\n"
             f"    {after}\n"
         )
         return _Probe(make_op([Backend("sm90")], _Call, sm90=source))
@@ -129,7 +130,7 @@ def test_the_launch_of_the_second_call_is_repeated(make: Make, library: _Library
 
 def test_new_layouts_are_not_recorded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     probe = make()
-    monkeypatch.setattr(_native, "recorded_launches", None)
+    monkeypatch.setattr(_launch, "recorded", None)
     for rows in range(1, 5):
         probe(torch.randn(rows, 4))
     assert probe.python == 4
@@ -199,7 +200,7 @@ def test_a_launch_with_other_tensors_is_not_repeated(make: Make, x: str) -> None
 
 
 def test_several_launches_are_not_repeated(make: Make, library: _Library) -> None:
-    probe = make(after="_native.launch_with_workspace(op, call.x.device, *args)")
+    probe = make(after="_launch.launch_with_workspace(op, call.x.device, *args)")
     for _ in range(3):
         probe(torch.randn(3, 4))
     assert probe.python == 3 and library.calls == 6
@@ -208,11 +209,11 @@ def test_several_launches_are_not_repeated(make: Make, library: _Library) -> Non
 def test_a_result_that_the_library_does_not_get(make: Make, make_op: MakeOp) -> None:
     source = (
         "import torch\n"
-        "from fastattn.ops import _native\n"
+        "from fastattn.ops import _launch\n"
         "def PROBE(call, y, z):\n"
         "    op = torch.ops.fastattn_probe.multiply.default\n"
         "    own = torch.empty_like(z)\n"
-        "    _native.launch_with_workspace(op, z.device, *call[:3], 7, y, own)\n"
+        "    _launch.launch_with_workspace(op, z.device, *call[:3], 7, y, own)\n"
         "    z.copy_(own)\n"
     )
     probe = _Probe(make_op([Backend("sm90")], _Call, sm90=source))

@@ -147,7 +147,16 @@ _LAYERS = (
     ("fastattn.ops._verified", ("fastattn.ops._env",)),
     ("fastattn.ops._select", ("fastattn.ops._env", "fastattn.ops._verified")),
     ("fastattn.ops._vmap", ()),
-    ("fastattn.ops._op", ("fastattn.ops._env", "fastattn.ops._select", "fastattn.ops._vmap")),
+    ("fastattn.ops._launch", ("fastattn.ops._native",)),
+    (
+        "fastattn.ops._op",
+        (
+            "fastattn.ops._env",
+            "fastattn.ops._launch",
+            "fastattn.ops._select",
+            "fastattn.ops._vmap",
+        ),
+    ),
     ("fastattn.ops._autograd", ("fastattn.ops._op", "fastattn.ops._native")),
     # The reference is also the derivative of the backward op and, unless a jvp.py has formulas of
     # its own, the one in forward mode; other backends are found by name.
@@ -168,6 +177,7 @@ _LAYERS = (
         (
             "fastattn.ops._env",
             "fastattn.ops._dropout",
+            "fastattn.ops._launch",
             "fastattn.ops._native",
             "fastattn.ops._triton_launch",
             "fastattn.ops._triton_dropout",

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastattn.ops import _env, _native
+from fastattn.ops import _env, _launch, _native
 from fastattn.ops.attention.calls import (
     BackwardCall,
     ForwardCall,
@@ -174,9 +174,9 @@ def _changes(call: _AnyCall) -> tuple[Any, ...]:
     return (bias, *options(call))
 
 
-def _launch(op: Any, q: Tensor, *arguments: Any) -> None:
+def _run(op: Any, q: Tensor, *arguments: Any) -> None:
     num_sms = _env.multiprocessors(q.device.type, q.device.index or 0)
-    _native.launch_with_workspace(op, q.device, q, *arguments, num_sms)
+    _launch.launch_with_workspace(op, q.device, q, *arguments, num_sms)
 
 
 # -- forward --------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def attention_fwd(call: ForwardCall, out: Tensor, lse: Tensor) -> None:
             (mask, values), mask_tiles = rows_of_constant(mask), None
         else:  # it competes with the sinks
             mask, mask_tiles = mask.expand(*mask.shape[:3], keys), None
-    _launch(_library.attention_fwd.default, *_padded(call, mask, mask_tiles), out, lse)
+    _run(_library.attention_fwd.default, *_padded(call, mask, mask_tiles), out, lse)
     if values is not None:
         lse.add_(torch.where(lse.isneginf(), 0.0, values))
 
@@ -197,13 +197,13 @@ def attention_fwd(call: ForwardCall, out: Tensor, lse: Tensor) -> None:
 def attention_varlen_fwd(call: PackedForwardCall, out: Tensor, lse: Tensor) -> None:
     if call.k.shape[0] == 0 or call.k.shape[1] == 0:
         return _no_key_at_all(call.sinks, call.cu_seqlens_q[-1:], out, lse)
-    _launch(_library.attention_fwd.default, *_packed(call), out, lse)
+    _run(_library.attention_fwd.default, *_packed(call), out, lse)
 
 
 def attention_paged_fwd(call: PagedForwardCall, out: Tensor, lse: Tensor) -> None:
     if 0 in (*call.k.shape[:2], call.block_table.shape[1]):
         return _no_key_at_all(call.sinks, call.query_lengths, out, lse)
-    _launch(_library.attention_paged_fwd.default, *_paged(call), out, lse)
+    _run(_library.attention_paged_fwd.default, *_paged(call), out, lse)
 
 
 def _no_key_at_all(
@@ -242,7 +242,7 @@ def attention_bwd(
         lse = torch.where(lse.isneginf(), lse, lse - values)
     mask = None if mask is None else as_readable(mask)
     arguments = (*_padded(call, mask, mask_tiles), *_results(call, lse), dq, dk, dv, dmask)
-    _launch_backward(*arguments, ddistance_bias, dsinks)
+    _run_backward(*arguments, ddistance_bias, dsinks)
 
 
 def attention_varlen_bwd(
@@ -256,16 +256,16 @@ def attention_varlen_bwd(
     if 0 in (call.q.shape[0], call.q.shape[1], call.k.shape[0]):
         return _no_pair_at_all(call, dsinks, dq, dk, dv, ddistance_bias)
     arguments = (*_packed(call), *_results(call, call.lse), dq, dk, dv, None)
-    _launch_backward(*arguments, ddistance_bias, dsinks)
+    _run_backward(*arguments, ddistance_bias, dsinks)
 
 
-def _launch_backward(*arguments: Any) -> None:
+def _run_backward(*arguments: Any) -> None:
     """The kernels write a contiguous ddistance_bias. It has the strides of distance_bias, which
     follow those of alibi_slopes.
     """
     *others, ddistance_bias, dsinks = arguments
     contiguous = ddistance_bias.contiguous()
-    _launch(_library.attention_bwd.default, *others, contiguous, dsinks)
+    _run(_library.attention_bwd.default, *others, contiguous, dsinks)
     if contiguous is not ddistance_bias:
         ddistance_bias.copy_(contiguous)
 

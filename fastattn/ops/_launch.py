@@ -1,5 +1,5 @@
-"""Launches of the GPU libraries, and their launch cache in the extension `_C_autograd`, which repeats
-the launch of a call for later ones of the same layouts (csrc/autograd/launch_cache.h).
+"""Launches of the GPU libraries, and their launch cache in the extension `_C_autograd`. It repeats
+launches for later calls of the same layouts (csrc/autograd/launch_cache.h).
 """
 
 import contextlib

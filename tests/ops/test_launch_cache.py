@@ -13,7 +13,9 @@ from torch import Tensor
 from fastattn.ops import _launch, _native
 from fastattn.ops._op import Op
 from fastattn.ops._select import Backend
-from fastattn.testing import poisoned_results
+from fastattn.testing import all_specs, poisoned_results
+from fastattn.testing.properties import deterministic_algorithms
+from fastattn.testing.spec import Inputs, OpSpec
 
 pytestmark = pytest.mark.skipif(
     _native.extension_unavailable() is not None, reason=f"{_native.extension_unavailable()}"
@@ -250,3 +252,41 @@ def test_poisoned_calls_run_in_python(make: Make) -> None:
     for _ in range(3):
         probe(x)
     assert probe.python == 6
+
+
+# -- the ops on a GPU -----------------------------------------------------------------------------
+_OPS = ("attention", "attention_varlen", "layer_norm", "add_layer_norm", "rms_norm", "ffn")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", _OPS)
+def test_repeated_launches_have_the_bits_of_the_named_backend(name: str) -> None:
+    """Every sample in bf16, with gradients, four times: the last ones are repeated launches."""
+    spec = all_specs()[name]
+    backend = next(b for b in spec.backends if b in ("sm90", "cuda"))
+    compared = 0
+    for sample in spec.samples:
+        if torch.bfloat16 not in sample.dtypes:
+            continue
+        inputs = sample.inputs("cuda", torch.bfloat16)
+        try:
+            expected = _results_and_gradients(spec, inputs, backend)
+        except NotImplementedError:
+            continue
+        for _ in range(4):
+            found = _results_and_gradients(spec, inputs, None)
+            for x, y in zip(found, expected, strict=True):
+                assert torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)), sample.name
+        compared += 1
+    assert compared > 0
+
+
+def _results_and_gradients(spec: OpSpec, inputs: Inputs, backend: str | None) -> list[Tensor]:
+    with deterministic_algorithms():
+        found = spec.function(**inputs, backend=backend)
+        results = [found] if isinstance(found, Tensor) else list(found)
+        wanted = [x for x in inputs.values() if isinstance(x, Tensor) and x.requires_grad]
+        differentiable = [x for x in results if x.requires_grad]
+        ones = [torch.ones_like(x) for x in differentiable]
+        gradients = torch.autograd.grad(differentiable, wanted, ones) if wanted else ()
+    return [*(x.detach() for x in results), *gradients]

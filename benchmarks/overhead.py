@@ -1,9 +1,11 @@
-"""Call overhead on the CPU: short calls of fastattn and PyTorch, in process CPU time.
+"""Call overhead: short calls of fastattn and PyTorch.
 
-    python -m benchmarks.overhead [--json FILE]
+    python -m benchmarks.overhead [--device cuda] [--json FILE]
 
-One thread. The two calls of a row are timed alternately; a row shows the median of each and the
-median of their ratios. Process CPU time excludes other processes of the machine.
+The two calls of a row are timed alternately; a row shows the median of each and the median of their
+ratios. On the CPU with one thread, in process CPU time, which excludes other processes of the
+machine. On a GPU in bf16, the time until all calls are launched: kernels are so short that the GPU
+waits for the CPU.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from fastattn.ops import _env, _native
 from fastattn.testing.check import write_json
 
 ROUNDS = 11
-CALLS = 1500
+CALLS = {"cpu": 1500, "cuda": 300}
 
 
 @dataclass(frozen=True)
@@ -47,15 +49,21 @@ CASES: dict[str, tuple[list[tuple[int, ...]], Callable[..., Tensor], Callable[..
         fastattn.attention,
         F.scaled_dot_product_attention,
     ),
+    "ffn 16x64x256": (
+        [(16, 64), (256, 64), (256,), (64, 256), (64,)],
+        fastattn.ffn,
+        lambda x, w1, b1, w2, b2: F.linear(F.linear(x, w1, b1).relu(), w2, b2),
+    ),
     "linear 16x64x64": ([(16, 64), (64, 64), (64,)], fastattn.linear, F.linear),
 }
 
 
-def measure() -> list[Row]:
+def measure(device: torch.device) -> list[Row]:
     rows = []
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     for name, (shapes, fastattn_call, pytorch_call) in CASES.items():
-        inputs = [torch.randn(shape) for shape in shapes]
-        leaves = [torch.randn(shape, requires_grad=True) for shape in shapes]
+        inputs = [torch.randn(shape, dtype=dtype, device=device) for shape in shapes]
+        leaves = [x.clone().requires_grad_() for x in inputs]
         gradient = torch.randn_like(pytorch_call(*inputs))
 
         def forward(f: Callable[..., Tensor], x: list[Tensor] = inputs) -> None:
@@ -65,18 +73,26 @@ def measure() -> list[Row]:
             torch.autograd.grad(f(*x), x, g)
 
         for direction, run in (("forward", forward), ("forward + backward", both)):
-            rows.append(_row(f"{name}, {direction}", run, fastattn_call, pytorch_call))
+            calls = (fastattn_call, pytorch_call)
+            rows.append(_row(f"{name}, {direction}", device, run, *calls))
     return rows
 
 
-def _row(name: str, run: Callable[..., None], *calls: Callable[..., Tensor]) -> Row:
+def _row(
+    name: str, device: torch.device, run: Callable[..., None], *calls: Callable[..., Tensor]
+) -> Row:
+    on_cpu = device.type == "cpu"
+    clock = time.process_time if on_cpu else time.perf_counter
+    count = CALLS[device.type]
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(ROUNDS + 1):  # the first one is a warm-up
         for f, measured in zip(calls, times, strict=True):
-            start = time.process_time()
-            for _ in range(CALLS):
+            start = clock()
+            for _ in range(count):
                 run(f)
-            measured.append((time.process_time() - start) / CALLS * 1e6)
+            measured.append((clock() - start) / count * 1e6)
+            if not on_cpu:
+                torch.cuda.synchronize(device)
     fastattn_us, pytorch_us = (measured[1:] for measured in times)
     ratios = [a / b for a, b in zip(fastattn_us, pytorch_us, strict=True)]
     medians = (round(statistics.median(values), 3) for values in (fastattn_us, pytorch_us, ratios))
@@ -85,16 +101,18 @@ def _row(name: str, run: Callable[..., None], *calls: Callable[..., Tensor]) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", choices=CALLS, default="cpu")
     parser.add_argument(
         "--json", metavar="FILE", type=Path, help="write the rows and their environment"
     )
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows = measure()
+    device = torch.device(options.device)
+    rows = measure(device)
     missing = _native.unavailable("cpu") or _native.extension_unavailable()
-    where = _env.device_name(torch.device("cpu"))
+    where = _env.device_name(device)
     print(f"{where}, one thread, torch {_env.torch_version()}")
-    print("derivatives in Python: " + missing if missing else "derivatives in C++")
+    print(f"without the extension: {missing}" if missing else "with the extension autograd")
     print(f"{'':40} fastattn us  PyTorch us  ratio")
     for row in rows:
         print(f"{row.call:40} {row.fastattn_us:11.1f} {row.pytorch_us:11.1f} {row.ratio:6.2f}")

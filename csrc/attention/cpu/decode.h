@@ -11,7 +11,8 @@ namespace fastattn::attention::FASTATTN_ISA {
 constexpr int kGroup = 4;
 static_assert(kTileKeys % kGroup == 0 && kLeastPage % kGroup == 0);
 
-// Keys or values of one head, at most a tile's: one row after another, or in pages.
+// Keys or values of one head, at most a tile's: one row after another or, if kPaged, in pages that
+// are smaller than a tile.
 template <class T, bool kPaged>
 struct Rows {
   const T* groups[kPaged ? kTileKeys / kGroup : 1];  // their first rows; if contiguous, row 0
@@ -59,7 +60,7 @@ class Prefetch {
   int j_ = 0, end_;
 };
 
-// `count` keys (or values) of a sequence from `first` on, a multiple of kGroup.
+// `count` keys (or values) of a tile of a sequence from `first` on, a multiple of kGroup.
 template <class T, bool kPaged>
 inline Rows<T, kPaged> rows_of_keys(const Problem& a, const TensorView& x, const Sequence& s,
                                     int64_t h, int first, int count, int dim, bool prefetch_all) {
@@ -80,7 +81,9 @@ inline Rows<T, kPaged> rows_of_keys(const Problem& a, const TensorView& x, const
       }
     }
   } else {
-    rows.groups[0] = data + key_offset(x, s, h, first);
+    const bool in_page = a.pages.table && count > 0;
+    rows.groups[0] =
+        data + (in_page ? paged_offset(a.pages, x, s, h, first) : key_offset(x, s, h, first));
   }
   return rows;
 }
@@ -376,7 +379,7 @@ inline Rows<T, kPaged> first_keys_after(const Forward& a, const Sequence& sequen
   const Sequence next = last ? a.sequence(sequence.b + 1) : sequence;
   const Range keys = next.queries > 0 ? keys_of(a, next, 0) : Range{0, 0};
   const int from = keys.begin / kGroup * kGroup;
-  const int count = smaller(keys.end - from, kTileKeys);
+  const int count = smaller(keys.end - from, kTileKeys - from % kTileKeys);
   return rows_of_keys<T, kPaged>(a, a.k, next, last ? 0 : kv_head + 1, from, count, a.head_dim,
                                  true);
 }
@@ -456,7 +459,8 @@ void decode_split(const Forward& a, const Sequence& sequence, int64_t kv_head, i
 
 template <class T, class... Arguments>
 void decode(const Forward& a, const Arguments&... arguments) {
-  a.pages.table ? decode_split<T, true>(a, arguments...) : decode_split<T, false>(a, arguments...);
+  const bool in_parts = a.pages.table && a.pages.size < kTileKeys;
+  in_parts ? decode_split<T, true>(a, arguments...) : decode_split<T, false>(a, arguments...);
 }
 
 // Adds a split's partial result to the total of the splits before it.

@@ -1,11 +1,12 @@
 // The launch cache of the GPU libraries: calls of an op without Python. In Python, selecting a
-// backend, allocating the results and launching take tens of microseconds. If a call launches one
-// op of a GPU library, with its own arguments and results, Python records that at the second call
-// with tensors of these layouts (recording takes time, and layouts may be new in every call), and
-// later ones repeat it from here.
+// backend, allocating the results and launching take tens of microseconds. If a call does nothing
+// but call one op of a GPU library, with its own arguments and results, Python records that, and
+// later calls with tensors of the same layouts repeat it from here. Recording takes time, and the
+// layouts of some programs never repeat: the second call with a layout is recorded.
 #pragma once
 
 #include <ATen/Context.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
@@ -26,7 +27,7 @@ namespace fastattn::autograd {
 
 using torch::jit::Stack;
 
-// All that Python's decisions depend on, as numbers: the values of arguments, of tensors their
+// What backends are selected and launched by, as numbers: the values of arguments, of tensors their
 // dtype, device, sizes, strides and alignment, which of them are the same tensor, and whether
 // algorithms must be deterministic.
 using CallKey = std::vector<int64_t>;
@@ -61,7 +62,7 @@ inline int64_t index_in(c10::ArrayRef<c10::IValue> values, const at::Tensor& x) 
   return -1;
 }
 
-// The key of a call's arguments; empty if one of them has a type that keys do not know.
+// The key of a call's arguments; empty if one of them has a type that keys do not support.
 inline CallKey key_of(c10::ArrayRef<c10::IValue> arguments) {
   // Before the value of an argument that need not be a tensor.
   enum Kind : int64_t { kNone, kTensor, kInt, kDouble, kBool, kString, kBools };
@@ -114,7 +115,7 @@ struct Launch {
   };
 
   c10::OperatorHandle op;
-  int first_tensor;  // an argument on the device of the results
+  c10::Device device;
   std::vector<Layout> results;
   std::vector<Source> sources;
   int64_t workspace_bytes;
@@ -122,8 +123,9 @@ struct Launch {
   // Replaces the arguments of a call, the last on the stack, by its results.
   void repeat(Stack* stack, size_t arguments) const {
     const size_t first = stack->size() - arguments;
-    const at::TensorOptions options = (*stack)[first + first_tensor].toTensor().options();
-    const c10::DeviceGuard guard(options.device());
+    const auto options = at::TensorOptions(device);
+    const c10::DeviceGuard guard(device);
+    const at::AutoDispatchBelowADInplaceOrView below;
     Stack found, call;
     found.reserve(results.size());
     for (const Layout& result : results) {
@@ -150,6 +152,8 @@ struct Launch {
       }
     }
     op.callBoxed(&call);
+    TORCH_CHECK(call.empty() || call.back().toInt() == 0, op.schema().name(),
+                " must need no more workspace than in the call that was recorded");
     torch::jit::drop(*stack, arguments);
     for (c10::IValue& result : found) {
       stack->push_back(std::move(result));
@@ -160,25 +164,31 @@ struct Launch {
 // The launches of one op.
 class Launches {
  public:
+  // A call that is known and has no launch runs in Python.
+  struct Found {
+    bool is_known;
+    std::shared_ptr<const Launch> launch;
+  };
   // Whether the key is that of an earlier call, or of equal hash.
   bool was_seen(const CallKey& key) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (seen_.size() >= kMost) {
+    if (seen_.size() >= kMaxLaunches) {
       seen_.clear();
     }
     return !seen_.insert(HashOfKey{}(key)).second;
   }
-  std::shared_ptr<const Launch> find(const CallKey& key) const {
+  Found find(const CallKey& key) const {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = launches_.find(key);
-    return found == launches_.end() ? nullptr : found->second;
+    return found == launches_.end() ? Found{false, nullptr} : Found{true, found->second};
   }
-  void add(CallKey key, Launch launch) {
+  void add(CallKey key, std::shared_ptr<const Launch> launch) {
+    key.shrink_to_fit();
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (launches_.size() >= kMost) {
+    if (launches_.size() >= kMaxLaunches) {
       launches_.clear();
     }
-    launches_.insert_or_assign(std::move(key), std::make_shared<const Launch>(std::move(launch)));
+    launches_.insert_or_assign(std::move(key), std::move(launch));
   }
   void clear() {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -187,7 +197,7 @@ class Launches {
   }
 
  private:
-  static constexpr size_t kMost = 4096;
+  static constexpr size_t kMaxLaunches = 4096;
   mutable std::mutex mutex_;
   std::unordered_set<size_t> seen_;
   std::unordered_map<CallKey, std::shared_ptr<const Launch>, HashOfKey> launches_;
@@ -196,8 +206,8 @@ class Launches {
 // Of the call that this thread has just passed on to Python.
 inline thread_local bool should_record = false;
 
-// The kernel of an op's default overload. What the cache does not have runs in Python, through the
-// overload `backend`.
+// The kernel of an op's default overload. Calls without a recorded launch run in Python, through
+// the overload `backend`.
 class Cached final : public c10::OperatorKernel {
  public:
   Cached(Launches& launches, c10::OperatorHandle in_python)
@@ -206,11 +216,12 @@ class Cached final : public c10::OperatorKernel {
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
     const size_t arguments = op.schema().arguments().size();
     const CallKey key = key_of(torch::jit::last(*stack, arguments));
-    if (const auto launch = launches_.find(key)) {
-      launch->repeat(stack, arguments);
+    const Launches::Found found = launches_.find(key);
+    if (found.launch) {
+      found.launch->repeat(stack, arguments);
       return;
     }
-    should_record = launches_.was_seen(key);
+    should_record = !found.is_known && launches_.was_seen(key);
     stack->emplace_back(std::string());
     in_python_.callBoxed(stack);
   }
@@ -238,64 +249,68 @@ inline void cache_launches(const std::string& op, const std::string& key) {
                              std::make_unique<Cached>(launches_by_op()[op], in_python)));
 }
 
-// Records that a call of an op launched `library_op` and nothing else: with these arguments, before
-// a workspace of so many bytes, if its schema ends with one. Does not record calls with other
-// tensors than the op's arguments and results. Returns whether it did.
-inline bool record_launch(const std::string& op, const pybind11::tuple& args,
+// The launch of a call with these arguments and results, which called `op` with these arguments and
+// nothing else. Null if it cannot be repeated: if the library got other tensors than the call has,
+// or not all of its results.
+inline std::shared_ptr<const Launch> launch_of(const Stack& call, const Stack& results,
+                                               const c10::OperatorHandle& op,
+                                               const Stack& arguments) {
+  using From = Launch::From;
+  auto launch = std::make_shared<Launch>(Launch{op, results.at(0).toTensor().device(), {}, {}, 0});
+  std::vector<bool> is_written(results.size());
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const c10::IValue& value = arguments[i];
+    if (op.schema().arguments()[i].name() == "workspace") {
+      launch->sources.push_back({From::kWorkspace, 0, {}});
+      launch->workspace_bytes = value.isTensor() ? value.toTensor().numel() : 0;
+    } else if (!value.isTensor()) {
+      launch->sources.push_back({From::kConstant, 0, value});
+    } else if (const int64_t result = index_in(results, value.toTensor()); result >= 0) {
+      launch->sources.push_back({From::kResult, result, {}});
+      is_written[result] = true;
+    } else if (const int64_t argument = index_in(call, value.toTensor()); argument >= 0) {
+      launch->sources.push_back({From::kArgument, argument, {}});
+    } else {
+      return nullptr;
+    }
+  }
+  for (size_t i = 0; i < results.size(); ++i) {
+    const at::Tensor result = results[i].toTensor();
+    if (!is_written[i] && result.numel() > 0) {
+      return nullptr;
+    }
+    launch->results.push_back({result.sizes().vec(), result.strides().vec(), result.scalar_type()});
+  }
+  return launch;
+}
+
+// Records what a call of an op launched: an op of a library with these arguments. An empty name:
+// nothing that can be repeated.
+inline void record_launch(const std::string& op, const pybind11::tuple& args,
                           const pybind11::tuple& results, const std::string& library_op,
-                          const pybind11::tuple& library_args, int64_t workspace_bytes) {
-  c10::Dispatcher& dispatcher = c10::Dispatcher::singleton();
+                          const pybind11::tuple& library_args) {
+  const auto find = [](const std::string& name) {
+    return c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "");
+  };
   const auto stack_of = [](const c10::OperatorHandle& handle, const pybind11::tuple& values) {
     return torch::jit::createStackForSchema(handle.schema(), torch::jit::tuple_slice(values), {},
                                             std::nullopt);
   };
-  const Stack call = stack_of(dispatcher.findSchemaOrThrow(("fastattn::" + op).c_str(), ""), args);
-  const auto handle = dispatcher.findSchemaOrThrow(library_op.c_str(), "");
-  const bool has_workspace = handle.schema().arguments().back().name() == "workspace";
-  pybind11::tuple all = library_args;
-  if (has_workspace) {
-    all = library_args + pybind11::make_tuple(pybind11::none());
-  }
-  const Stack library_call = stack_of(handle, all);
-  Stack found;
-  for (const pybind11::handle result : results) {
-    found.emplace_back(result.cast<at::Tensor>());
-  }
-
-  using From = Launch::From;
-  Launch launch = {handle, 0, {}, {}, workspace_bytes};
-  std::vector<bool> written(found.size());
-  for (size_t i = 0; i < library_call.size(); ++i) {
-    const c10::IValue& value = library_call[i];
-    if (has_workspace && i + 1 == library_call.size()) {
-      launch.sources.push_back({From::kWorkspace, 0, {}});
-    } else if (!value.isTensor()) {
-      launch.sources.push_back({From::kConstant, 0, value});
-    } else if (const int64_t result = index_in(found, value.toTensor()); result >= 0) {
-      launch.sources.push_back({From::kResult, result, {}});
-      written[result] = true;
-    } else if (const int64_t argument = index_in(call, value.toTensor()); argument >= 0) {
-      launch.sources.push_back({From::kArgument, argument, {}});
-    } else {
-      return false;
-    }
-  }
-  for (size_t i = 0; i < found.size(); ++i) {
-    const at::Tensor result = found[i].toTensor();
-    if (!written[i] && result.numel() > 0) {
-      return false;
-    }
-    launch.results.push_back({result.sizes().vec(), result.strides().vec(), result.scalar_type()});
-  }
-  while (!call[launch.first_tensor].isTensor()) {
-    ++launch.first_tensor;
-  }
+  const Stack call = stack_of(find("fastattn::" + op), args);
   CallKey key = key_of(call);
   if (key.empty()) {
-    return false;
+    return;
+  }
+  std::shared_ptr<const Launch> launch;
+  if (!library_op.empty()) {
+    Stack found;
+    for (const pybind11::handle result : results) {
+      found.emplace_back(result.cast<at::Tensor>());
+    }
+    const c10::OperatorHandle handle = find(library_op);
+    launch = launch_of(call, found, handle, stack_of(handle, library_args));
   }
   launches_by_op()[op].add(std::move(key), std::move(launch));
-  return true;
 }
 
 inline void clear_launches() {

@@ -1,97 +1,78 @@
-"""Launches of the GPU libraries, and their launch cache in the extension `_C_autograd`. It repeats
-launches for later calls of the same layouts (csrc/autograd/launch_cache.h).
+"""The launch cache of the GPU libraries, in the extension `_C_autograd`: it repeats what a call
+launched for later calls of the same layouts (csrc/autograd/launch_cache.h).
 """
 
-import contextlib
-import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-_LIBRARIES = {"sm90", "cuda"}  # backends that launch by the functions below
+# Backends with a GPU library, whose ops are in the namespace fastattn_<backend>.
+_LIBRARIES = ["sm90", "cuda"]
 
-
-class Launch(NamedTuple):
-    """A call of an op of a GPU library, without its workspace of so many bytes."""
-
-    op: Any
-    args: tuple[Any, ...]
-    workspace_bytes: int
+_enabling = threading.Lock()
+_extension: Any = None
+_enabled = False
 
 
-class _Recording(threading.local):
-    launches: list[Launch] | None = None
-
-
-_recording = _Recording()
-
-
-def launch(op: Any, *args: Any) -> None:
-    """Calls an op of a GPU library, which writes into tensors that it is given."""
-    op(*args)
-    if _recording.launches is not None:
-        _recording.launches.append(Launch(op, args, 0))
-
-
-def launch_with_workspace(op: Any, device: torch.device, *args: Any) -> None:
-    """The same for an op whose last argument is its workspace. Without one that it needs, it
-    launches nothing and returns the size.
+def enable(ops: Iterable[Any]) -> None:
+    """Registers the caches of the ops that GPU libraries have, if there is the extension. They are
+    the kernels of default overloads on CUDA from then on, and pass calls on to `.backend` with an
+    empty name.
     """
-    from fastattn.ops import _native  # here, so that `import fastattn` loads no native library
+    global _extension, _enabled
+    with _enabling:
+        if _enabled:
+            return
+        from fastattn.ops import _native  # here, so that `import fastattn` loads no native library
 
-    if size := op(*args, None):
-        op(*args, _native.workspace(size, device))
-    if _recording.launches is not None:
-        _recording.launches.append(Launch(op, args, size))
-
-
-@contextlib.contextmanager
-def recorded() -> Iterator[list[Launch]]:
-    """What this thread launches inside."""
-    before, launches = _recording.launches, list[Launch]()
-    _recording.launches = launches
-    try:
-        yield launches
-    finally:
-        _recording.launches = before
-
-
-# -- the launch cache -----------------------------------------------------------------------------
-@functools.cache
-def _cache() -> Any:
-    from fastattn.ops import _native
-
-    return _native.extension()
-
-
-def enable_cache(ops: Iterable[Any]) -> None:
-    """Registers the caches of these ops, if there is the extension. They are the kernels of default
-    overloads on CUDA from then on, and pass calls on to `.backend` with an empty name.
-    """
-    for op in ops if _cache() is not None else ():
-        if not _LIBRARIES.isdisjoint(op.backends):
-            _cache().cache_launches(op.name, "CUDA")
+        _extension = _native.extension()
+        libraries = [name for name in _LIBRARIES if _native.unavailable(name) is None]
+        for op in ops if _extension is not None else ():
+            if not op.backends.keys().isdisjoint(libraries):
+                _extension.cache_launches(op.name, "CUDA")
+        _enabled = True
 
 
 def run_and_record(
     name: str, args: Sequence[Any], run: Callable[[], tuple[Tensor, ...]]
 ) -> tuple[Tensor, ...]:
-    """run(), for a call of the op `name` that its cache passed on. Records the launch if the cache
-    asks for it, which it does at the second call of the same layouts.
-    """
-    if not _cache().should_record_launch():
+    """run(), for a call of the op `name` that its cache passed on, which may record the launch."""
+    if _extension is None or not _extension.should_record_launch():
         return run()
-    with recorded() as launches:
+    with _Launches() as seen:
         results = run()
-    if len(launches) == 1:
-        [(op, library_args, size)] = launches
-        _cache().record_launch(name, tuple(args), results, op._schema.name, library_args, size)
+    op, library_args = seen.launches[0] if seen.can_be_repeated else ("", ())
+    _extension.record_launch(name, tuple(args), results, op, library_args)
     return results
 
 
-def clear_cache() -> None:
-    if _cache() is not None:
-        _cache().clear_launches()
+def clear() -> None:
+    if _extension is not None:
+        _extension.clear_launches()
+
+
+class _Launches(TorchDispatchMode):
+    """The calls of GPU libraries' ops, and whether they are all that is done inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: list[tuple[str, tuple[Any, ...]]] = []
+        self._only_launches = True
+
+    @property
+    def can_be_repeated(self) -> bool:
+        return self._only_launches and len(self.launches) == 1
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace.removeprefix("fastattn_") in _LIBRARIES:
+            if not result:  # otherwise the size of the workspace that it needs
+                self.launches.append((func._schema.name, tuple(args)))
+        elif func._schema.is_mutable:
+            self._only_launches = False
+        return result

@@ -75,6 +75,14 @@ def workspace(size: int, device: torch.device) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, device=device)
 
 
+def call_with_workspace(op: Any, device: torch.device, *args: Any) -> None:
+    """Calls an op of a GPU library whose last argument is its workspace. Without one that it needs,
+    it launches nothing and returns the size.
+    """
+    if size := op(*args, None):
+        op(*args, workspace(size, device))
+
+
 @functools.cache
 def extension_unavailable() -> str | None:
     """Why there is no `extension()`, or None once it is loaded."""

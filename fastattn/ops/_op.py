@@ -207,7 +207,7 @@ class Op:
             if device.type != "cuda":
                 return run()
             if backend is None:
-                _enable_launch_cache()
+                _launch.enable(OPS.values())
             elif backend == NOT_CPU:
                 run = functools.partial(_launch.run_and_record, self.name, args, run)
             if _env.several_gpus():
@@ -356,11 +356,6 @@ class Op:
             return results
 
         return launch
-
-
-@functools.cache
-def _enable_launch_cache() -> None:
-    _launch.enable_cache(OPS.values())
 
 
 def _in_layout(

@@ -48,7 +48,7 @@ def poisoned_results() -> Iterator[None]:
             mock.patch.object(_native, "workspace", native_workspace),
             mock.patch.object(_launch, "run_and_record", run),
         ):
-            _launch.clear_cache()
+            _launch.clear()
             yield
     finally:
         if library is not None:

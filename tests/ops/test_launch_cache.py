@@ -10,7 +10,7 @@ import torch
 from probe_op import MakeOp
 from torch import Tensor
 
-from fastattn.ops import _launch, _native
+from fastattn.ops import _env, _launch, _native
 from fastattn.ops._op import Op
 from fastattn.ops._select import Backend
 from fastattn.testing import all_specs, poisoned_results
@@ -18,7 +18,7 @@ from fastattn.testing.properties import deterministic_algorithms
 from fastattn.testing.spec import Inputs, OpSpec
 
 pytestmark = pytest.mark.skipif(
-    _native.extension_unavailable() is not None, reason=f"{_native.extension_unavailable()}"
+    _native.extension() is None, reason=f"{_native.extension_unavailable() or 'not used'}"
 )
 _WORKSPACE = 24
 
@@ -35,7 +35,7 @@ class _Library:
     """torch.ops.fastattn_probe.multiply: y = x * other * factor (other None: 1), z = -y."""
 
     def __init__(self, library: torch.library.Library) -> None:
-        self.calls = 0
+        self.calls, self.size = 0, _WORKSPACE
         self.workspaces: list[int] = []
         library.define(
             "multiply(Tensor x, Tensor? other, float factor, int fixed, Tensor(a!) y, "
@@ -55,8 +55,8 @@ class _Library:
     ) -> int:
         if fixed != 7:
             raise NotImplementedError("fixed must be 7")
-        if workspace is None and factor > 0:
-            return _WORKSPACE
+        if factor > 0 and (workspace is None or workspace.numel() < self.size):
+            return self.size
         self.calls += 1
         self.workspaces.append(0 if workspace is None else workspace.numel())
         torch.mul(x if other is None else x * other, factor, out=y)
@@ -65,7 +65,9 @@ class _Library:
 
 
 @pytest.fixture
-def library() -> Iterator[_Library]:
+def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Library]:
+    monkeypatch.setattr(_launch, "_LIBRARIES", ["probe"])
+    monkeypatch.setattr(_launch, "_extension", _native.extension())
     with torch.library._scoped_library("fastattn_probe", "DEF") as scoped:
         yield _Library(scoped)
 
@@ -107,11 +109,11 @@ def make(make_op: MakeOp, library: _Library) -> Make:
     def probe(x: str = "call.x", after: str = "pass", fixed: int = 7) -> _Probe:
         source = (
             "import torch\n"
-            "from fastattn.ops import _launch\n"
+            "from fastattn.ops import _native\n"
             "def PROBE(call, y, z):\n"
             "    op = torch.ops.fastattn_probe.multiply.default\n"
             f"    args = ({x}, call.other, call.factor, {fixed}, y, z)\n"
-            "    _launch.launch_with_workspace(op, call.x.device, *args)\n"
+            "    _native.call_with_workspace(op, call.x.device, *args)\n"
             f"    {after}\n"
         )
         return _Probe(make_op([Backend("sm90")], _Call, sm90=source))
@@ -132,7 +134,7 @@ def test_the_launch_of_the_second_call_is_repeated(make: Make, library: _Library
 
 def test_new_layouts_are_not_recorded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     probe = make()
-    monkeypatch.setattr(_launch, "recorded", None)
+    monkeypatch.setattr(_launch, "_Launches", None)
     for rows in range(1, 5):
         probe(torch.randn(rows, 4))
     assert probe.python == 4
@@ -196,26 +198,45 @@ def test_one_tensor_for_two_arguments(make: Make) -> None:
 @pytest.mark.parametrize("x", ["call.x.clone()", "call.x + 0"])
 def test_a_launch_with_other_tensors_is_not_repeated(make: Make, x: str) -> None:
     probe = make(x=x)
-    for _ in range(3):
+    for _ in range(4):
         probe(torch.randn(3, 4))
-    assert probe.python == 3
+    assert probe.python == 4
 
 
 def test_several_launches_are_not_repeated(make: Make, library: _Library) -> None:
-    probe = make(after="_launch.launch_with_workspace(op, call.x.device, *args)")
-    for _ in range(3):
+    probe = make(after="_native.call_with_workspace(op, call.x.device, *args)")
+    for _ in range(4):
         probe(torch.randn(3, 4))
-    assert probe.python == 3 and library.calls == 6
+    assert probe.python == 4 and library.calls == 8
+
+
+@pytest.mark.parametrize("after", ["y.mul_(1.0)", "z.copy_(-y)", "torch.neg(y, out=z)"])
+def test_a_launch_with_other_work_is_not_repeated(make: Make, after: str) -> None:
+    probe = make(after=after)
+    for _ in range(4):
+        probe(torch.randn(3, 4))
+    assert probe.python == 4
+
+
+def test_what_cannot_be_repeated_is_recorded_once(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probe = make(x="call.x.clone()")
+    for _ in range(2):
+        probe(torch.randn(3, 4))
+    monkeypatch.setattr(_launch, "_Launches", None)
+    probe(torch.randn(3, 4))
+    assert probe.python == 3
 
 
 def test_a_result_that_the_library_does_not_get(make: Make, make_op: MakeOp) -> None:
     source = (
         "import torch\n"
-        "from fastattn.ops import _launch\n"
+        "from fastattn.ops import _native\n"
         "def PROBE(call, y, z):\n"
         "    op = torch.ops.fastattn_probe.multiply.default\n"
         "    own = torch.empty_like(z)\n"
-        "    _launch.launch_with_workspace(op, z.device, *call[:3], 7, y, own)\n"
+        "    _native.call_with_workspace(op, z.device, *call[:3], 7, y, own)\n"
         "    z.copy_(own)\n"
     )
     probe = _Probe(make_op([Backend("sm90")], _Call, sm90=source))
@@ -240,6 +261,15 @@ def test_errors_of_repeated_launches_keep_their_type(make: Make, library: _Libra
     assert probe.python == 2
 
 
+def test_another_workspace_than_recorded(make: Make, library: _Library) -> None:
+    probe = make()
+    for _ in range(2):
+        probe(torch.randn(3, 4))
+    library.size = 2 * _WORKSPACE
+    with pytest.raises(RuntimeError, match="no more workspace than in the call that was recorded"):
+        probe(torch.randn(3, 4))
+
+
 def test_poisoned_calls_run_in_python(make: Make) -> None:
     probe = make()
     x = torch.randn(3, 4)
@@ -259,34 +289,59 @@ _OPS = ("attention", "attention_varlen", "layer_norm", "add_layer_norm", "rms_no
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("name", _OPS)
-def test_repeated_launches_have_the_bits_of_the_named_backend(name: str) -> None:
-    """Every sample in bf16, with gradients, four times: the last ones are repeated launches."""
+def test_repeated_launches_have_the_bits_of_the_named_backend(
+    name: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every sample, with gradients, and other data in each of four calls. Without deterministic
+    algorithms only results are compared.
+    """
     spec = all_specs()[name]
     backend = next(b for b in spec.backends if b in ("sm90", "cuda"))
-    compared = 0
+    why = _env.refuses_device(backend, torch.device("cuda", 0)) or _native.unavailable(backend)
+    if why:
+        pytest.skip(f"backend {backend} {why}")
+    in_python: list[str] = []
+    record = _launch.run_and_record
+    monkeypatch.setattr(
+        _launch, "run_and_record", lambda op, *call: in_python.append(op) or record(op, *call)
+    )
+    repeated = set()
     for sample in spec.samples:
-        if torch.bfloat16 not in sample.dtypes:
-            continue
-        inputs = sample.inputs("cuda", torch.bfloat16)
-        try:
-            expected = _results_and_gradients(spec, inputs, backend)
-        except NotImplementedError:
-            continue
-        for _ in range(4):
-            found = _results_and_gradients(spec, inputs, None)
-            for x, y in zip(found, expected, strict=True):
-                assert torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)), sample.name
-        compared += 1
-    assert compared > 0
+        for dtype in {torch.bfloat16, torch.float16} & {*sample.dtypes}:
+            inputs = sample.inputs("cuda", dtype)
+            for n in range(4):
+                in_python.clear()
+                _change(inputs)
+                with deterministic_algorithms(deterministic):
+                    try:
+                        expected = _results_and_gradients(spec, inputs, backend, deterministic)
+                    except NotImplementedError:
+                        break
+                    found = _results_and_gradients(spec, inputs, None, deterministic)
+                for x, y in zip(found, expected, strict=True):
+                    assert torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)), sample.name
+                if n == 3:
+                    repeated |= {f"{name}_fwd", f"{name}_bwd"} - {*in_python}
+    assert repeated == {f"{name}_fwd", f"{name}_bwd"}
 
 
-def _results_and_gradients(spec: OpSpec, inputs: Inputs, backend: str | None) -> list[Tensor]:
-    with deterministic_algorithms():
-        found = spec.function(**inputs, backend=backend)
-        results = [found] if isinstance(found, Tensor) else list(found)
-        wanted = [x for x in inputs.values() if isinstance(x, Tensor) and x.requires_grad]
-        differentiable = [x for x in results if x.requires_grad]
-        ones = [torch.ones_like(x) for x in differentiable]
-        gradients = torch.autograd.grad(differentiable, wanted, ones) if wanted else ()
-    return [*(x.detach() for x in results), *gradients]
+def _change(inputs: Inputs) -> None:
+    """Adds noise to finite numbers of the inputs that require a gradient, unless they overlap."""
+    with torch.no_grad():
+        for x in inputs.values():
+            if isinstance(x, Tensor) and x.requires_grad and 0 not in x.stride():
+                x.copy_((x + torch.randn_like(x)).where(x.isfinite(), x))
+
+
+def _results_and_gradients(
+    spec: OpSpec, inputs: Inputs, backend: str | None, with_gradients: bool
+) -> list[Tensor]:
+    found = spec.function(**inputs, backend=backend)
+    results = [found] if isinstance(found, Tensor) else list(found)
+    wanted = [x for x in inputs.values() if isinstance(x, Tensor) and x.requires_grad]
+    differentiable = [x for x in results if x.requires_grad]
+    ones = [torch.ones_like(x) for x in differentiable]
+    gradients = torch.autograd.grad(differentiable, wanted, ones) if wanted else ()
+    return [*(x.detach() for x in results), *(gradients if with_gradients else ())]

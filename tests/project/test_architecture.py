@@ -177,7 +177,6 @@ _LAYERS = (
         (
             "fastattn.ops._env",
             "fastattn.ops._dropout",
-            "fastattn.ops._launch",
             "fastattn.ops._native",
             "fastattn.ops._triton_launch",
             "fastattn.ops._triton_dropout",

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastattn.ops import _env, _launch, _native
+from fastattn.ops import _env, _native
 from fastattn.ops.attention.calls import (
     BackwardCall,
     ForwardCall,
@@ -176,7 +176,7 @@ def _changes(call: _AnyCall) -> tuple[Any, ...]:
 
 def _run(op: Any, q: Tensor, *arguments: Any) -> None:
     num_sms = _env.multiprocessors(q.device.type, q.device.index or 0)
-    _launch.launch_with_workspace(op, q.device, q, *arguments, num_sms)
+    _native.call_with_workspace(op, q.device, q, *arguments, num_sms)
 
 
 # -- forward --------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ the backward the gradients between two products.
 import torch
 from torch import Tensor
 
-from fastattn.ops import _launch, _native
+from fastattn.ops import _native
 from fastattn.ops.ffn.calls import BackwardCall, ForwardCall
 
 _library = torch.ops.fastattn_sm90
@@ -91,7 +91,7 @@ def ffn_fwd(call: ForwardCall, y: Tensor, hidden: Tensor) -> None:
         residual = _rows(residual)
         if _unreadable("residual", residual):
             residual = residual.clone(memory_format=torch.contiguous_format)
-    _launch.launch_with_workspace(
+    _native.call_with_workspace(
         _library.ffn_fwd.default, x.device, x, call.w1, _dense(call.b1), call.w2, _dense(call.b2),
         residual, *call[call._fields.index("activation") :], y, hidden,
     )  # fmt: skip
@@ -105,7 +105,7 @@ def ffn_bwd(
         for gradient in (dx, dw1, db1, dw2, db2):
             gradient.zero_()
         return
-    _launch.launch_with_workspace(
+    _native.call_with_workspace(
         _library.ffn_bwd.default, x.device, _dense(call.dy), x, call.w1, call.w2,
         _dense(call.hidden), call.activation, call.dropout_p, call.output_dropout_p,
         call.dropout_seed, call.dropout_stream, dx, dw1, db1, dw2, db2,

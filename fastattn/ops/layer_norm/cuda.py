@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.ops import _env, _launch, _native
+from fastattn.ops import _env, _native
 from fastattn.ops.layer_norm.calls import (
     AddLayerNormBackwardCall,
     AddLayerNormCall,
@@ -100,9 +100,9 @@ def _norm_fwd(
                 statistic.fill_(torch.nan)  # those of no elements
         return
     x_bias, weight, bias = _parameters(y.dtype, x_bias, weight, bias)
-    _launch.launch(
-        _library.norm_fwd.default, _rows(x), _rows(residual), x_bias, weight, bias, eps,
-        dropout_p, dropout_seed, dropout_stream, y, z, mean, rstd,
+    _library.norm_fwd.default(
+        _rows(x), _rows(residual), x_bias, weight, bias, eps, dropout_p, dropout_seed,
+        dropout_stream, y, z, mean, rstd,
     )  # fmt: skip
 
 
@@ -129,7 +129,7 @@ def _norm_bwd(
     if all(gradient is None for gradient in (dx, dsum, *parameter_gradients)):
         return
     [weight] = _parameters(z.dtype, weight)
-    _launch.launch_with_workspace(
+    _native.call_with_workspace(
         _library.norm_bwd.default, z.device, _rows(dy), _rows(dz), _rows(z), weight,
         None if mean is None else mean.contiguous(), rstd.contiguous(), *dropout, dx, dsum,
         *parameter_gradients,

@@ -140,23 +140,22 @@ def test_new_layouts_are_not_recorded(make: Make, monkeypatch: pytest.MonkeyPatc
     assert probe.python == 4
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"x": torch.randn(4, 3)},
-        {"x": torch.randn(4, 3).t()},
-        {"x": torch.randn(3, 4, dtype=torch.float64)},
-        {"x": torch.randn(13)[1:].view(3, 4)},  # another alignment
-        {"x": torch.randn(1, 3, 4)},
-        {"other": torch.randn(3, 4)},
-        {"factor": 3.0},
-        {"name": "b"},
-        {"name": "ab"},
-        {"needs": (True, True)},
-        {"needs": (True,) * 3},
-    ],
-    ids=str,
-)
+_CHANGES: dict[str, dict[str, Any]] = {
+    "sizes": {"x": torch.randn(4, 3)},
+    "strides": {"x": torch.randn(4, 3).t()},
+    "dtype": {"x": torch.randn(3, 4, dtype=torch.float64)},
+    "alignment": {"x": torch.randn(13)[1:].view(3, 4)},
+    "dimensions": {"x": torch.randn(1, 3, 4)},
+    "another_tensor": {"other": torch.randn(3, 4)},
+    "float": {"factor": 3.0},
+    "string": {"name": "b"},
+    "longer_string": {"name": "ab"},
+    "flags": {"needs": (True, True)},
+    "more_flags": {"needs": (True,) * 3},
+}
+
+
+@pytest.mark.parametrize("change", _CHANGES.values(), ids=_CHANGES.keys())
 def test_other_layouts_and_values_run_in_python(make: Make, change: dict[str, Any]) -> None:
     probe = make()
     x = torch.randn(3, 4)

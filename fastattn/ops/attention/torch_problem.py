@@ -44,8 +44,15 @@ def prepare(call: ForwardCall | BackwardCall, fused: bool) -> Problem:
         causal = TOP_LEFT
     elif causal >= BOTTOM_RIGHT and M == 1 and not windowed:
         causal = 0
-    i = torch.arange(M, device=call.q.device)[:, None]
-    j = torch.arange(N, device=call.q.device)
+    sign = (call.scale > 0) - (call.scale < 0)
+    q, k, v, scale = call.q, call.k, call.v, abs(call.scale) or 1.0
+    q = q if sign > 0 else q * sign
+    given = (mask, call.key_lengths, lengths, call.distance_bias)
+    in_kernel = causal == 0 or (fused and causal == TOP_LEFT and N <= M)
+    if in_kernel and not windowed and all(x is None for x in given):
+        return Problem(q, k, v, None, bool(causal), None, scale, sign)
+    i = torch.arange(M, device=q.device)[:, None]
+    j = torch.arange(N, device=q.device)
     reach = None if lengths is None else lengths.view(B, 1, 1, 1)
     allowed = []  # their intersection is allowed; each is broadcastable to [B, H, M, N]
     if mask is not None:
@@ -76,29 +83,25 @@ def prepare(call: ForwardCall | BackwardCall, fused: bool) -> Problem:
             allowed.append(j < (reach if causal else N * (reach > 0)))
         if causal and N > M:
             allowed.append(j < M)
-    q, k, v, bias, live_rows = call.q, call.k, call.v, by_distance, None
-    if allowed:
-        pairs = allowed[0]
-        for other in allowed[1:]:
-            pairs = pairs & other
-        pairs = pairs[(None,) * (4 - pairs.dim())]
-        pairs = pairs.expand(*pairs.shape[:3], N)
-        bias = _bias(pairs, mask, by_distance, wide(q.dtype))
-        live_rows, live_keys = pairs.any(-1, keepdim=True), pairs.any(-2)
-        if causal:  # row i is live if one of the keys 0 to i is allowed
-            live_rows = (pairs.cumsum(-1) > 0)[:, :, 0, i.clamp(max=N - 1)]
-        if reach is not None:
-            live_rows = live_rows & (i < reach)
-        live_rows = None if q.is_cpu and bool(live_rows.all()) else live_rows
-        if live_keys.shape[1] not in (1, K):
-            live_keys = live_keys.unflatten(1, (K, -1)).any(2)
-        clean = zero_unsafe if fused else zero_dead
-        q = q if live_rows is None else clean(live_rows, q)
-        if not (q.is_cpu and bool(live_keys.all())):
-            k, v = clean(live_keys[..., None], k), clean(live_keys[..., None], v)
-    sign = (call.scale > 0) - (call.scale < 0)
-    q = q if sign > 0 else q * sign
-    return Problem(q, k, v, bias, bool(causal), live_rows, abs(call.scale) or 1.0, sign)
+    pairs = allowed[0]
+    for other in allowed[1:]:
+        pairs = pairs & other
+    pairs = pairs[(None,) * (4 - pairs.dim())]
+    pairs = pairs.expand(*pairs.shape[:3], N)
+    bias = _bias(pairs, mask, by_distance, wide(q.dtype))
+    rows, live_keys = pairs.any(-1, keepdim=True), pairs.any(-2)
+    if causal:  # row i is live if one of the keys 0 to i is allowed
+        rows = (pairs.cumsum(-1) > 0)[:, :, 0, i.clamp(max=N - 1)]
+    if reach is not None:
+        rows = rows & (i < reach)
+    live_rows = None if q.is_cpu and bool(rows.all()) else rows
+    if live_keys.shape[1] not in (1, K):
+        live_keys = live_keys.unflatten(1, (K, -1)).any(2)
+    clean = zero_unsafe if fused else zero_dead
+    q = q if live_rows is None else clean(live_rows, q)
+    if not (q.is_cpu and bool(live_keys.all())):
+        k, v = clean(live_keys[..., None], k), clean(live_keys[..., None], v)
+    return Problem(q, k, v, bias, bool(causal), live_rows, scale, sign)
 
 
 def _own_offset(call: ForwardCall | BackwardCall) -> Any:

@@ -17,15 +17,20 @@
 
 namespace fastattn::norm {
 
+constexpr int kWarp = 32;
 constexpr int kMaxThreads = 512;    // of a thread block, and so of a row
 constexpr int kShortThreads = 128;  // of a thread block with several rows
 // Columns are 32-bit integers, and the last part of a row may end beyond it.
-constexpr int64_t kMaxColumns = int64_t{1} << 30;
+constexpr int kMaxColumns = 1 << 30;
 
 // Rows of contiguous elements that begin every `stride` elements; no data where absent.
 struct RowsView {
   void* data = nullptr;
   int64_t stride = 0;
+  // Of the backward: the number of columns, 0 where absent, and the bytes from a row of a thread to
+  // its next.
+  int columns = 0;
+  int64_t step = 0;
 };
 
 struct Dropout {
@@ -71,7 +76,6 @@ inline int power_of_two(int64_t at_least) {
 // As many threads as a row needs with `values` columns each. One warp or less shares its block with
 // other rows.
 inline Tiling tiling_of(int64_t columns, int width, int values) {
-  constexpr int kWarp = 32;
   int threads = power_of_two(ceil_div(columns, values));
   if (width == 1) {  // so that a warp accesses adjacent elements
     const int adjacent = power_of_two(columns);
@@ -105,9 +109,13 @@ FASTATTN_PURE int backward_values(DType type, bool vectors) {
   return vectors ? kBytes / bytes_of(type) : kSingles;
 }
 constexpr int kMostBackwardValues = 16;
+// Thread blocks of a multiprocessor if a warp has a row, or several, with a vector of each thread.
+constexpr int kShortBlocks = 6;
 
 inline Tiling backward_tiling(int64_t columns, DType type, bool vectors) {
-  return tiling_of(columns, vectors ? vector_width(type) : 1, backward_values(type, vectors));
+  const int width = vectors ? vector_width(type) : 1;
+  const bool is_short = vectors && columns <= kWarp * width;
+  return tiling_of(columns, width, is_short ? width : backward_values(type, vectors));
 }
 
 // -- problems ------------------------------------------------------------------------------------
@@ -152,19 +160,32 @@ struct BackwardProblem {
   Tiling tiling;
   int strips;       // of columns_of(tiling): a thread block computes one of each of its rows
   int lines;        // thread blocks of a strip, each of which loops over rows
+  int passes;       // of that loop: in the last one a thread may have no row
+  int64_t step;     // from a row of a thread to its next
   float* row_sums;  // [rows][2]: the sums along rows, if there are more than two strips
 
-  // Whether more than the gradients of a norm alone is computed.
-  bool adds() const { return dz.data || dx.data || dx_bias.result || dropout.threshold > 0; }
+  // Whether dx differs from dsum, or is summed.
+  bool has_own_dx() const {
+    return dx_bias.result || dropout.threshold > 0 || (dx.data && x_type != type);
+  }
 };
 
-// As many thread blocks as the GPU can run at the same time: kernels may take 128 registers.
+// As many thread blocks as the GPU can run at the same time: kernels may take 128 registers, those
+// of one vector 80.
 inline void plan_backward(BackwardProblem& p, bool vectors, int num_sms) {
   p.tiling = backward_tiling(p.columns, p.type, vectors);
   p.strips = static_cast<int>(ceil_div(p.columns, columns_of(p.tiling)));
-  const int64_t resident = int64_t{num_sms} * (kMaxThreads / threads_of(p.tiling)) / p.strips;
+  const int blocks =
+      p.tiling.width == p.tiling.values ? kShortBlocks : kMaxThreads / threads_of(p.tiling);
+  const int64_t resident = int64_t{num_sms} * blocks / p.strips;
   const int64_t most = ceil_div(p.rows, p.tiling.rows);
   p.lines = static_cast<int>(most < resident ? most : resident > 1 ? resident : 1);
+  p.step = int64_t{p.lines} * p.tiling.rows;
+  p.passes = static_cast<int>(ceil_div(p.rows, p.step));
+  for (RowsView* rows : {&p.dy, &p.dz, &p.z, &p.dsum, &p.dx}) {
+    rows->columns = rows->data ? p.columns : 0;
+    rows->step = rows->stride * p.step * bytes_of(rows == &p.dx ? p.x_type : p.type);
+  }
 }
 
 inline void lay_out(BackwardProblem& p, WorkspaceLayout& layout) {

@@ -12,11 +12,13 @@ namespace fastattn::norm {
 template <class Z, class P, int kWidth, int kValues>
 __device__ __forceinline__ void add_residual(const ForwardProblem& p, int64_t row,
                                              const Columns& columns, Tile<Z, kWidth, kValues>& z) {
-  z.load(p.residual, row, columns);
+  Z* z_first = row_of<Z>(p.z, row) + columns.first;
+  z.load(row_of<Z>(p.residual, row) + columns.first, columns);
   float sum[kValues];
   with_type(p.x_type, [&](auto element) {
-    Tile<decltype(element), kWidth, kValues> x;
-    x.load(p.x, row, columns);
+    using X = decltype(element);
+    Tile<X, kWidth, kValues> x;
+    x.load(row_of<X>(p.x, row) + columns.first, columns);
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
       sum[i] = x[i];
@@ -33,7 +35,7 @@ __device__ __forceinline__ void add_residual(const ForwardProblem& p, int64_t ro
       const auto x_bias = load_constant<P, kWidth>(p.x_bias, columns.of(v));
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
-        values[i] += widen(x_bias.at[i]);
+        values[i] += widen(x_bias, i);
       }
     }
     if (dropped) {
@@ -43,8 +45,8 @@ __device__ __forceinline__ void add_residual(const ForwardProblem& p, int64_t ro
     for (int i = 0; i < kWidth; ++i) {
       values[i] += z[v * kWidth + i];
     }
-    narrow(values, z.vectors[v]);
-    store(p.z, row, columns.of(v), z.vectors[v]);
+    narrow(values, z.vectors[v].vector);
+    store(z_first + v * columns.step, z.vectors[v].vector);
   }
 }
 
@@ -52,6 +54,7 @@ template <class Z, class P, int kWidth, int kValues>
 __device__ __forceinline__ void store_result(const ForwardProblem& p, int64_t row,
                                              const Columns& columns, float mean, float rstd,
                                              const Tile<Z, kWidth, kValues>& z) {
+  Z* y_first = row_of<Z>(p.y, row) + columns.first;
 #pragma unroll
   for (int v = 0; v < z.kVectors; ++v) {
     if (!columns.has(v)) {
@@ -66,19 +69,19 @@ __device__ __forceinline__ void store_result(const ForwardProblem& p, int64_t ro
       const auto weight = load_constant<P, kWidth>(p.weight, columns.of(v));
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
-        values[i] *= widen(weight.at[i]);
+        values[i] *= widen(weight, i);
       }
     }
     if (p.bias) {
       const auto bias = load_constant<P, kWidth>(p.bias, columns.of(v));
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
-        values[i] += widen(bias.at[i]);
+        values[i] += widen(bias, i);
       }
     }
     Vector<Z, kWidth> y;
     narrow(values, y);
-    store(p.y, row, columns.of(v), y);
+    store(y_first + v * columns.step, y);
   }
 }
 
@@ -95,7 +98,7 @@ template <class Z, class P, int kWidth, int kValues, bool kAdd>
 __global__ void __launch_bounds__(kValues == kShortValues ? kShortThreads : kMaxThreads,
                                   kForwardBlocks<Z, kWidth, kValues, kAdd>)
     norm_fwd_kernel(const ForwardProblem p) {
-  const RowThread own(p.tiling.threads);
+  const RowThread own(p.tiling);
   RowSum row_sum(p.tiling.threads);
   const int part = columns_of(p.tiling);
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * p.tiling.rows; first < p.rows;
@@ -103,8 +106,8 @@ __global__ void __launch_bounds__(kValues == kShortValues ? kShortThreads : kMax
     const int64_t row = first + own.row;
     const bool is_there = row < p.rows;
     const auto columns_from = [&](int begin) {
-      const Columns all(p.tiling.threads, begin, own.lane, kWidth, p.columns);
-      return Columns(all, is_there);
+      const Columns all = {begin + own.lane * kWidth, p.tiling.threads * kWidth, p.columns};
+      return all.of_row(is_there, p.columns);
     };
     Tile<Z, kWidth, kValues> z;
     float mean = 0.0f, squares = 0.0f;  // of the parts so far
@@ -113,7 +116,7 @@ __global__ void __launch_bounds__(kValues == kShortValues ? kShortThreads : kMax
       if constexpr (kAdd) {
         add_residual<Z, P>(p, row, columns, z);
       } else {
-        z.load(p.x, row, columns);
+        z.load(row_of<Z>(p.x, row) + columns.first, columns);
       }
       const int count_here = begin + part < p.columns ? part : p.columns - begin;
       const float count = static_cast<float>(count_here);
@@ -131,7 +134,8 @@ __global__ void __launch_bounds__(kValues == kShortValues ? kShortThreads : kMax
       float deviations[2] = {};  // their sum, and that of their squares
 #pragma unroll
       for (int i = 0; i < kValues; ++i) {
-        const float deviation = columns.has(i / kWidth) ? z[i] - part_mean : 0.0f;
+        // z is 0 in columns that do not exist.
+        const float deviation = z[i] - (columns.has(i / kWidth) ? part_mean : 0.0f);
         deviations[0] += deviation;
         deviations[1] += deviation * deviation;
       }
@@ -157,11 +161,11 @@ __global__ void __launch_bounds__(kValues == kShortValues ? kShortThreads : kMax
         p.mean[row] = mean;
       }
     }
-    const int last_part = (p.columns - 1) / part * part;
+    const int last_part = (p.columns - 1) & -part;  // part: a power of two
     for (int begin = last_part; begin >= 0; begin -= part) {
       const Columns columns = columns_from(begin);
       if (begin < last_part) {
-        z.load(kAdd ? p.z : p.x, row, columns);
+        z.load(row_of<Z>(kAdd ? p.z : p.x, row) + columns.first, columns);
       }
       store_result<Z, P>(p, row, columns, mean, rstd, z);
     }

@@ -103,24 +103,34 @@ union Words {
 
   Word words[kCount];
   Vector<T, kWidth> vector;
+  uint32_t pairs[kWidth > 1 ? sizeof(vector) / sizeof(uint32_t) : 1];  // of 16-bit elements
 };
 
 // kConstant: of memory that the kernel does not write. The compiler may load it before earlier
 // stores.
-template <int kWidth, bool kConstant = false, class T>
-__device__ __forceinline__ Vector<T, kWidth> load(const T* from) {
-  using Vectors = Words<T, kWidth>;
-  Vectors loaded;
-  const auto* words = reinterpret_cast<const typename Vectors::Word*>(from);
+template <bool kConstant = false, class T, int kWidth>
+__device__ __forceinline__ void load(const T* from, Words<T, kWidth>& to) {
+  const auto* words = reinterpret_cast<const typename Words<T, kWidth>::Word*>(from);
 #pragma unroll
-  for (int i = 0; i < Vectors::kCount; ++i) {
-    loaded.words[i] = kConstant ? __ldg(words + i) : words[i];
+  for (int i = 0; i < to.kCount; ++i) {
+    to.words[i] = kConstant ? __ldg(words + i) : words[i];
   }
-  return loaded.vector;
 }
 template <class T, int kWidth>
-__device__ __forceinline__ Vector<T, kWidth> load_constant(const void* data, int64_t column) {
-  return load<kWidth, true>(static_cast<const T*>(data) + column);
+__device__ __forceinline__ Words<T, kWidth> load_constant(const void* data, int column) {
+  Words<T, kWidth> loaded;
+  load<true>(static_cast<const T*>(data) + column, loaded);
+  return loaded;
+}
+
+template <class T, int kWidth>
+__device__ __forceinline__ float widen(const Words<T, kWidth>& words, int i) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16> && kWidth > 1) {
+    // The upper half of an fp32: one instruction, where a conversion may be two.
+    const uint32_t pair = words.pairs[i / 2];
+    return __uint_as_float(i % 2 ? pair & 0xffff0000u : pair << 16);
+  }
+  return widen(words.vector.at[i]);
 }
 
 // By an intrinsic: the compiler splits an assignment into stores of the 4 bytes that it rounds at a
@@ -140,22 +150,21 @@ __device__ __forceinline__ void store(T* to, const Vector<T, kWidth>& vector) {
 // Which thread of which row of its block this is.
 struct RowThread {
   int row, lane;
-  // threads: of a row, a power of two.
-  __device__ __forceinline__ explicit RowThread(int threads)
-      : row(static_cast<int>(threadIdx.x) / threads),
-        lane(static_cast<int>(threadIdx.x) & (threads - 1)) {}
+  // Not by a division: all thread blocks of several rows have the same number of threads.
+  __device__ __forceinline__ explicit RowThread(const Tiling& tiling)
+      : row(tiling.rows > 1 ? static_cast<int>(threadIdx.x) * tiling.rows / kShortThreads : 0),
+        lane(static_cast<int>(threadIdx.x) & (tiling.threads - 1)) {}
 };
 
 // The columns of a thread in a part of a row: vector i begins at first + i * step, if that is
 // before the end. Lanes that follow each other have vectors that do.
 struct Columns {
   int first, step, end;
-  __device__ __forceinline__ Columns(int threads, int part, int lane, int width, int end)
-      : first(part + lane * width), step(threads * width), end(end) {}
-  // None where there is no such row. The first column depends on the row, so that in a loop over
-  // rows the compiler does not keep the addresses of all columns in registers.
-  __device__ __forceinline__ Columns(const Columns& other, bool is_there)
-      : first(is_there ? other.first : other.end), step(other.step), end(other.end) {}
+  // Of a row that may not exist, those before `end`. The first column depends on the row, so that
+  // in a loop over rows the compiler does not keep the addresses of all columns in registers.
+  __device__ __forceinline__ Columns of_row(bool is_there, int end) const {
+    return {is_there ? first : kMaxColumns, step, end};
+  }
   __device__ __forceinline__ int of(int vector) const { return first + vector * step; }
   __device__ __forceinline__ bool has(int vector) const { return of(vector) < end; }
 };
@@ -169,20 +178,23 @@ __device__ __forceinline__ T* row_of(const RowsView& rows, int64_t row) {
 template <class T, int kWidth, int kValues>
 struct Tile {
   static constexpr int kVectors = kValues / kWidth;
-  Vector<T, kWidth> vectors[kVectors];
+  Words<T, kWidth> vectors[kVectors];
 
-  __device__ __forceinline__ void load(const RowsView& rows, int64_t row, const Columns& columns) {
-    const T* from = row_of<const T>(rows, row);
+  // first: the thread's first column of the row.
+  __device__ __forceinline__ void load(const T* first, const Columns& columns) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      vectors[v] = {};
+#pragma unroll
+      for (int i = 0; i < vectors[v].kCount; ++i) {
+        vectors[v].words[i] = {};
+      }
       if (columns.has(v)) {
-        vectors[v] = norm::load<kWidth>(from + columns.of(v));
+        norm::load(first + v * columns.step, vectors[v]);
       }
     }
   }
   __device__ __forceinline__ float operator[](int i) const {
-    return widen(vectors[i / kWidth].at[i % kWidth]);
+    return widen(vectors[i / kWidth], i % kWidth);
   }
 };
 
@@ -201,43 +213,46 @@ class RowSum {
 
   template <int kCount>
   __device__ __forceinline__ void add_up(float (&sums)[kCount]) {
-    constexpr int kWarp = 32, kWarps = kMaxThreads / kWarp;
-#pragma unroll
-    for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) {
-      if (lanes < threads_) {
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-          sums[i] += __shfl_xor_sync(~0u, sums[i], lanes);
-        }
-      }
+    constexpr int kWarps = kMaxThreads / kWarp;
+    if (threads_ < kWarp) {
+      add_lanes(sums, threads_);
+      return;
     }
-    if (threads_ <= kWarp) {
+    add_lanes(sums, kWarp);
+    if (threads_ == kWarp) {
       return;
     }
     // Two buffers: whoever writes the first again has passed the barrier after its last reads.
     __shared__ float shared[2][kWarps][kCount];
-    const int warp = threadIdx.x / kWarp;
+    const int warps = threads_ / kWarp;
     if (threadIdx.x % kWarp == 0) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        shared[buffer_][warp][i] = sums[i];
+        shared[buffer_][threadIdx.x / kWarp][i] = sums[i];
       }
     }
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      sums[i] = 0.0f;
+      sums[i] = shared[buffer_][threadIdx.x & (warps - 1)][i];
     }
-    for (int other = 0; other < threads_ / kWarp; ++other) {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        sums[i] += shared[buffer_][other][i];
-      }
-    }
+    add_lanes(sums, warps);
     buffer_ ^= 1;
   }
 
  private:
+  // Adds the sums of that many adjacent lanes, a power of two.
+  template <int kCount>
+  static __device__ __forceinline__ void add_lanes(float (&sums)[kCount], int lanes) {
+#pragma unroll
+    for (int distance = lanes >> 1; distance > 0; distance >>= 1) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        sums[i] += __shfl_xor_sync(~0u, sums[i], distance);
+      }
+    }
+  }
+
   int threads_, buffer_ = 0;
 };
 

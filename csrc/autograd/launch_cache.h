@@ -103,10 +103,10 @@ inline CallKey key_of(c10::ArrayRef<c10::IValue> arguments) {
 
 // An op of a GPU library, which writes into results, and where its arguments come from.
 struct Launch {
-  enum class From { kArgument, kResult, kConstant, kWorkspace };
+  enum class From { kArgument, kContiguous, kResult, kConstant, kWorkspace };
   struct Source {
     From from;
-    int64_t index;         // of the argument or result
+    int64_t index;         // of the argument, which may have to be made contiguous, or result
     c10::IValue constant;  // neither
   };
   struct Layout {
@@ -137,6 +137,9 @@ struct Launch {
       switch (source.from) {
         case From::kArgument:
           call.push_back((*stack)[first + source.index]);
+          break;
+        case From::kContiguous:
+          call.push_back((*stack)[first + source.index].toTensor().contiguous());
           break;
         case From::kResult:
           call.push_back(found[source.index]);
@@ -250,10 +253,10 @@ inline void cache_launches(const std::string& op, const std::string& key) {
 }
 
 // The launch of a call with these arguments and results, which called `op` with these arguments and
-// nothing else. Null if it cannot be repeated: if the library got other tensors than the call has,
-// or not all of its results.
-inline std::shared_ptr<const Launch> launch_of(const Stack& call, const Stack& results,
-                                               const c10::OperatorHandle& op,
+// nothing else. contiguous: the call's arguments, some of them made contiguous. Null if it cannot
+// be repeated: if the library got other tensors than the call has, or not all of its results.
+inline std::shared_ptr<const Launch> launch_of(const Stack& call, const Stack& contiguous,
+                                               const Stack& results, const c10::OperatorHandle& op,
                                                const Stack& arguments) {
   using From = Launch::From;
   auto launch = std::make_shared<Launch>(Launch{op, results.at(0).toTensor().device(), {}, {}, 0});
@@ -270,6 +273,8 @@ inline std::shared_ptr<const Launch> launch_of(const Stack& call, const Stack& r
       is_written[result] = true;
     } else if (const int64_t argument = index_in(call, value.toTensor()); argument >= 0) {
       launch->sources.push_back({From::kArgument, argument, {}});
+    } else if (const int64_t copied = index_in(contiguous, value.toTensor()); copied >= 0) {
+      launch->sources.push_back({From::kContiguous, copied, {}});
     } else {
       return nullptr;
     }
@@ -287,8 +292,8 @@ inline std::shared_ptr<const Launch> launch_of(const Stack& call, const Stack& r
 // Records what a call of an op launched: an op of a library with these arguments. An empty name:
 // nothing that can be repeated.
 inline void record_launch(const std::string& op, const pybind11::tuple& args,
-                          const pybind11::tuple& results, const std::string& library_op,
-                          const pybind11::tuple& library_args) {
+                          const pybind11::tuple& contiguous, const pybind11::tuple& results,
+                          const std::string& library_op, const pybind11::tuple& library_args) {
   const auto find = [](const std::string& name) {
     return c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "");
   };
@@ -296,7 +301,8 @@ inline void record_launch(const std::string& op, const pybind11::tuple& args,
     return torch::jit::createStackForSchema(handle.schema(), torch::jit::tuple_slice(values), {},
                                             std::nullopt);
   };
-  const Stack call = stack_of(find("fastattn::" + op), args);
+  const c10::OperatorHandle own = find("fastattn::" + op);
+  const Stack call = stack_of(own, args);
   CallKey key = key_of(call);
   if (key.empty()) {
     return;
@@ -308,7 +314,8 @@ inline void record_launch(const std::string& op, const pybind11::tuple& args,
       found.emplace_back(result.cast<at::Tensor>());
     }
     const c10::OperatorHandle handle = find(library_op);
-    launch = launch_of(call, found, handle, stack_of(handle, library_args));
+    launch =
+        launch_of(call, stack_of(own, contiguous), found, handle, stack_of(handle, library_args));
   }
   launches_by_op()[op].add(std::move(key), std::move(launch));
 }

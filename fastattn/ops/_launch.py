@@ -37,15 +37,20 @@ def enable(ops: Iterable[Any]) -> None:
 
 
 def run_and_record(
-    name: str, args: Sequence[Any], run: Callable[[], tuple[Tensor, ...]]
+    name: str,
+    args: Sequence[Any],
+    contiguous: Sequence[Any],
+    run: Callable[[], tuple[Tensor, ...]],
 ) -> tuple[Tensor, ...]:
-    """run(), for a call of the op `name` that its cache passed on, which may record the launch."""
+    """run(), for a call of the op `name` that its cache passed on, which may record the launch.
+    contiguous: the arguments that backends get, some of them made contiguous.
+    """
     if _extension is None or not _extension.should_record_launch():
         return run()
     with _Launches() as seen:
         results = run()
     op, library_args = seen.launches[0] if seen.can_be_repeated else ("", ())
-    _extension.record_launch(name, tuple(args), results, op, library_args)
+    _extension.record_launch(name, tuple(args), tuple(contiguous), results, op, library_args)
     return results
 
 

@@ -201,7 +201,8 @@ class Op:
             with torch._C._DisableAutocast():  # PyTorch's ops in a launcher must not cast
                 return self.run(args, backend)
         with torch._C._AutoDispatchBelowADInplaceOrView():  # nor record a graph or views
-            call = self.as_call(self._with_contiguous_rows(args))
+            contiguous = self._with_contiguous_rows(args)
+            call = self.as_call(contiguous)
             run = functools.partial(self._launcher(_select.select(self, call, backend)), call)
             device = args[self.first_tensor].device
             if device.type != "cuda":
@@ -209,7 +210,7 @@ class Op:
             if backend is None:
                 _launch.enable(OPS.values())
             elif backend == NOT_CPU:
-                run = functools.partial(_launch.run_and_record, self.name, args, run)
+                run = functools.partial(_launch.run_and_record, self.name, args, contiguous, run)
             if _env.several_gpus():
                 with torch.cuda.device(device):
                     return run()

@@ -35,7 +35,7 @@ def poisoned_results() -> Iterator[None]:
     def native_workspace(size: int, device: torch.device) -> Tensor:
         return own_native_workspace(size, device).fill_(0xFF)
 
-    def run(name: str, args: Sequence[Any], run: Any) -> Any:
+    def run(name: str, args: Sequence[Any], contiguous: Sequence[Any], run: Any) -> Any:
         return run()  # records nothing
 
     own_workspace, own_native_workspace = Op.allocate_workspace, _native.workspace

@@ -2,6 +2,7 @@
 tensors.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -81,8 +82,10 @@ class _Probe:
         def run(args: Sequence[Any], backend: str | None) -> tuple[Tensor, ...]:
             assert backend == ""
             self.python += 1
-            call = op.as_call(args)
-            return _launch.run_and_record(op.name, args, lambda: op._launcher("sm90")(call))
+            contiguous = [x.contiguous() if isinstance(x, Tensor) else x for x in args]
+            call = op.as_call(contiguous)
+            run = functools.partial(op._launcher("sm90"), call)
+            return _launch.run_and_record(op.name, args, contiguous, run)
 
         op.run = run  # type: ignore[method-assign]
         _native.extension().cache_launches(op.name, "CPU")
@@ -192,6 +195,16 @@ def test_one_tensor_for_two_arguments(make: Make) -> None:
     for _ in range(3):
         probe(x, torch.randn(3, 4))
     assert probe.python == 4
+
+
+@pytest.mark.parametrize(
+    "x", [torch.randn(1, 4).expand(3, 4), torch.randn(4, 3).t()], ids=["0", "1"]
+)
+def test_arguments_are_made_contiguous(make: Make, x: Tensor) -> None:
+    probe = make()
+    for _ in range(4):
+        probe(x, torch.randn(3, 4))
+    assert probe.python == 2
 
 
 @pytest.mark.parametrize("x", ["call.x.clone()", "call.x + 0"])

@@ -167,7 +167,7 @@ struct Launch {
 // The launches of one op.
 class Launches {
  public:
-  // A call that is known and has no launch runs in Python.
+  // A key that is stored without a launch is that of calls that cannot be repeated.
   struct Found {
     bool is_known;
     std::shared_ptr<const Launch> launch;
@@ -206,7 +206,7 @@ class Launches {
   std::unordered_map<CallKey, std::shared_ptr<const Launch>, HashOfKey> launches_;
 };
 
-// Of the call that this thread has just passed on to Python.
+// Whether Python should record the call that this thread has just passed on.
 inline thread_local bool should_record = false;
 
 // The kernel of an op's default overload. Calls without a recorded launch run in Python, through
@@ -224,7 +224,7 @@ class Cached final : public c10::OperatorKernel {
       found.launch->repeat(stack, arguments);
       return;
     }
-    should_record = !found.is_known && launches_.was_seen(key);
+    should_record = !found.is_known && !key.empty() && launches_.was_seen(key);
     stack->emplace_back(std::string());
     in_python_.callBoxed(stack);
   }

@@ -63,7 +63,7 @@ __device__ __forceinline__ void write_partials(const BackwardProblem& p, float* 
                                                const float (&sums)[kValues]) {
   const RowsView lines = {partials, p.columns};
   if (p.tiling.rows > 1) {
-    __shared__ float shared[kShortThreads * kMostBackwardValues];
+    __shared__ float shared[kShortThreads * kValues];
     const int width = columns_of(p.tiling);
     __syncthreads();  // the reads of the sums before
 #pragma unroll
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kWidth == kValues ? kShortThreads : kMaxThread
   float dweight[kValues] = {}, dbias[kValues] = {};
   float dx_bias[kOwnDx ? kValues : 1] = {};
 
-  // From the row before the thread's first, which is not accessed.
+  // Starts one step before the thread's first row: the loop advances before it loads.
   int64_t row = int64_t{line} * p.tiling.rows + own.row - p.step;
   const auto begin_of = [&](const RowsView& rows) { return row_of<Z>(rows, row) + columns.first; };
   Z *z = begin_of(p.z), *dy = begin_of(p.dy), *dz = begin_of(p.dz);
@@ -202,27 +202,26 @@ __global__ void __launch_bounds__(kWidth == kValues ? kShortThreads : kMaxThread
       if (here(columns, p.dsum).has(v)) {
         store(dsum + v * columns.step, rounded);
       }
-      if constexpr (!kOwnDx) {
-        if (here(columns, p.dx).has(v)) {
-          store(dx + v * columns.step, rounded);
+      const bool has_dx = here(columns, p.dx).has(v);
+      if constexpr (kOwnDx) {
+        if (dropped) {
+          dropped.drop<kWidth>(d, columns.of(v));
         }
-        continue;
-      }
-      if (dropped) {
-        dropped.drop<kWidth>(d, columns.of(v));
-      }
-      if (here(columns, p.dx).has(v)) {
-        with_type(p.x_type, [&](auto element) {
-          Vector<decltype(element), kWidth> rounded;
-          narrow(d, rounded);
-          store(p.dx, row, columns.of(v), rounded);
-        });
-      }
-      if (p.dx_bias.result) {
+        if (has_dx) {
+          with_type(p.x_type, [&](auto element) {
+            Vector<decltype(element), kWidth> rounded;
+            narrow(d, rounded);
+            store(p.dx, row, columns.of(v), rounded);
+          });
+        }
+        if (p.dx_bias.result) {
 #pragma unroll
-        for (int j = 0; j < kWidth; ++j) {
-          dx_bias[v * kWidth + j] += d[j];
+          for (int j = 0; j < kWidth; ++j) {
+            dx_bias[v * kWidth + j] += d[j];
+          }
         }
+      } else if (has_dx) {
+        store(dx + v * columns.step, rounded);
       }
     }
   }

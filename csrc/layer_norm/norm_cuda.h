@@ -27,7 +27,7 @@ constexpr int kMaxColumns = 1 << 30;
 struct RowsView {
   void* data = nullptr;
   int64_t stride = 0;
-  // Of the backward: the number of columns, 0 where absent, and the bytes from a row of a thread to
+  // Backward only: the number of columns, 0 where absent, and the bytes from a row of a thread to
   // its next.
   int columns = 0;
   int64_t step = 0;
@@ -102,13 +102,12 @@ inline Tiling forward_tiling(int64_t columns, DType type, bool vectors) {
                    columns <= kShortColumns ? kShortValues : kForwardValues);
 }
 
-// Backward: 32 bytes of each of a row's tensors. A thread also has the sums of its columns'
-// parameter gradients in registers, of up to three parameters.
+// Backward: 32 bytes of each of a row's tensors, 16 of short rows. A thread also has the sums of
+// its columns' parameter gradients in registers, of up to three parameters.
 FASTATTN_PURE int backward_values(DType type, bool vectors) {
   constexpr int kBytes = 32, kSingles = 8;
   return vectors ? kBytes / bytes_of(type) : kSingles;
 }
-constexpr int kMostBackwardValues = 16;
 // Thread blocks of a multiprocessor if a warp has a row, or several, with a vector of each thread.
 constexpr int kShortBlocks = 6;
 
@@ -182,6 +181,9 @@ inline void plan_backward(BackwardProblem& p, bool vectors, int num_sms) {
   p.lines = static_cast<int>(most < resident ? most : resident > 1 ? resident : 1);
   p.step = int64_t{p.lines} * p.tiling.rows;
   p.passes = static_cast<int>(ceil_div(p.rows, p.step));
+  if (!p.dy.data) {
+    p.weight = nullptr;  // it may be infinite or NaN, and 0 times that is NaN
+  }
   for (RowsView* rows : {&p.dy, &p.dz, &p.z, &p.dsum, &p.dx}) {
     rows->columns = rows->data ? p.columns : 0;
     rows->step = rows->stride * p.step * bytes_of(rows == &p.dx ? p.x_type : p.type);

@@ -6,6 +6,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "common/dropout.h"
 #include "layer_norm/norm_cuda.h"
@@ -150,18 +151,18 @@ __device__ __forceinline__ void store(T* to, const Vector<T, kWidth>& vector) {
 // Which thread of which row of its block this is.
 struct RowThread {
   int row, lane;
-  // Not by a division: all thread blocks of several rows have the same number of threads.
+  // The divisor is a constant: all thread blocks of several rows have the same number of threads.
   __device__ __forceinline__ explicit RowThread(const Tiling& tiling)
       : row(tiling.rows > 1 ? static_cast<int>(threadIdx.x) * tiling.rows / kShortThreads : 0),
         lane(static_cast<int>(threadIdx.x) & (tiling.threads - 1)) {}
 };
 
 // The columns of a thread in a part of a row: vector i begins at first + i * step, if that is
-// before the end. Lanes that follow each other have vectors that do.
+// before the end. Adjacent lanes have adjacent vectors.
 struct Columns {
   int first, step, end;
-  // Of a row that may not exist, those before `end`. The first column depends on the row, so that
-  // in a loop over rows the compiler does not keep the addresses of all columns in registers.
+  // The columns before `end` of a row, none if the row does not exist. The first one depends on the
+  // row, so that in a loop over rows the compiler does not keep all addresses in registers.
   __device__ __forceinline__ Columns of_row(bool is_there, int end) const {
     return {is_there ? first : kMaxColumns, step, end};
   }

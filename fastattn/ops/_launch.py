@@ -59,6 +59,10 @@ def clear() -> None:
         _extension.clear_launches()
 
 
+# Ops beside which a launch can be repeated; views, too.
+_ALLOCATIONS = ("aten::empty", "aten::new_empty")
+
+
 class _Launches(TorchDispatchMode):
     """The calls of GPU libraries' ops, and whether they are all that is done inside."""
 
@@ -78,6 +82,6 @@ class _Launches(TorchDispatchMode):
         if func.namespace.removeprefix("fastattn_") in _LIBRARIES:
             if not result:  # otherwise the size of the workspace that it needs
                 self.launches.append((func._schema.name, tuple(args)))
-        elif func._schema.is_mutable:
+        elif not (func.is_view or func._schema.name.startswith(_ALLOCATIONS)):
             self._only_launches = False
         return result

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastattn.ops import _env, _verified
+from fastattn.ops import _env, _launch, _verified
 
 if TYPE_CHECKING:
     from fastattn.ops._op import Op
@@ -139,6 +139,13 @@ def order(op: "Op", device: torch.device, dtype: torch.dtype) -> tuple[Backend, 
         )
         op.orders[device, dtype] = found
     return found
+
+
+def forget_orders() -> None:
+    """After a change of what is verified."""
+    for op in OPS.values():
+        op.orders.clear()
+    _launch.clear()
 
 
 def _is_verified(op: "Op", backend: Backend, device: torch.device, dtype: torch.dtype) -> bool:

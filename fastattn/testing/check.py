@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.ops import _env, _verified
+from fastattn.ops import _env, _select, _verified
 from fastattn.testing import lines
 from fastattn.testing.compare import Comparison, compare
 from fastattn.testing.isolation import Lost, run_isolated
@@ -625,6 +625,7 @@ def _record(rows: Sequence[Row], device: torch.device) -> str:
 
     write_json(file, {"passed": entries("passed", passed), "failed": entries("failed", failed)})
     _verified.recorded.cache_clear()
+    _select.forget_orders()
 
     def named(keys: Sequence[_verified.Kernel]) -> str:
         return ", ".join(f"{op} by {backend} in {dtype}" for op, backend, dtype in keys)

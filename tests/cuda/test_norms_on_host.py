@@ -188,10 +188,11 @@ def test_a_nan_makes_its_row_nan(simulate: Callable[[], None], op: str) -> None:
 
 @pytest.mark.parametrize("N", [72, pytest.param(16_400, marks=pytest.mark.slow)])
 def test_gradient_of_the_sum_alone(simulate: Callable[[], None], N: int) -> None:
-    """dy is None: z may be anything, and weight and bias have gradients of 0."""
+    """dy is None: z and weight may be anything, and weight and bias have gradients of 0."""
     simulate()
     dz, z = torch.randn(3, N).bfloat16(), torch.full((3, N), torch.nan).bfloat16()
     w, row = torch.randn(N).bfloat16(), torch.full((3,), torch.nan)
+    w[1], w[-1] = torch.nan, torch.inf
     dx, dresidual, dx_bias, dweight, dbias = torch.ops.fastattn.add_layer_norm_bwd(
         None, dz, z, w, w, w, row, row, 1e-5, torch.float32, 0.0, None, 0, [True] * 5,
         backend="reference",

@@ -145,9 +145,12 @@ _LAYERS = (
     ("fastattn.ops._triton_launch", ("fastattn.ops._cuda_driver",)),
     ("fastattn.ops._triton_dropout", ("fastattn.ops._dropout",)),
     ("fastattn.ops._verified", ("fastattn.ops._env",)),
-    ("fastattn.ops._select", ("fastattn.ops._env", "fastattn.ops._verified")),
     ("fastattn.ops._vmap", ()),
     ("fastattn.ops._launch", ("fastattn.ops._native",)),
+    (
+        "fastattn.ops._select",
+        ("fastattn.ops._env", "fastattn.ops._launch", "fastattn.ops._verified"),
+    ),
     (
         "fastattn.ops._op",
         (

@@ -459,8 +459,9 @@ void decode_split(const Forward& a, const Sequence& sequence, int64_t kv_head, i
 
 template <class T, class... Arguments>
 void decode(const Forward& a, const Arguments&... arguments) {
-  const bool in_parts = a.pages.table && a.pages.size < kTileKeys;
-  in_parts ? decode_split<T, true>(a, arguments...) : decode_split<T, false>(a, arguments...);
+  const bool has_small_pages = a.pages.table && a.pages.size < kTileKeys;
+  has_small_pages ? decode_split<T, true>(a, arguments...)
+                  : decode_split<T, false>(a, arguments...);
 }
 
 // Adds a split's partial result to the total of the splits before it.

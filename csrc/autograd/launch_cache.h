@@ -208,13 +208,15 @@ class Launches {
 
 // Whether Python should record the call that this thread has just passed on.
 inline thread_local bool should_record = false;
+inline bool should_record_launch() {
+  return std::exchange(should_record, false);
+}
 
-// The kernel of an op's default overload. Calls without a recorded launch run in Python, through
-// the overload `backend`.
+// The kernel of an op's overload. Calls without a recorded launch run in Python: its kernel is
+// registered for all devices, so it is called by the key of one that has no other.
 class Cached final : public c10::OperatorKernel {
  public:
-  Cached(Launches& launches, c10::OperatorHandle in_python)
-      : launches_(launches), in_python_(in_python) {}
+  explicit Cached(Launches& launches) : launches_(launches) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
     const size_t arguments = op.schema().arguments().size();
@@ -225,31 +227,28 @@ class Cached final : public c10::OperatorKernel {
       return;
     }
     should_record = !found.is_known && !key.empty() && launches_.was_seen(key);
-    stack->emplace_back(std::string());
-    in_python_.callBoxed(stack);
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), stack);
   }
 
  private:
   Launches& launches_;  // lives as long as the process
-  const c10::OperatorHandle in_python_;
 };
 
 // -- for Python ----------------------------------------------------------------------------------
+// By the overload's name.
 inline std::unordered_map<std::string, Launches>& launches_by_op() {
   static auto* launches = new std::unordered_map<std::string, Launches>;
   return *launches;
 }
 
-// Registers the cache of an op of the namespace fastattn under a dispatch key.
+// Registers the cache of an overload of the namespace fastattn, such as layer_norm_fwd or
+// layer_norm_fwd.backend, under a dispatch key.
 inline void cache_launches(const std::string& op, const std::string& key) {
   static auto* libraries = new std::vector<torch::Library>;  // registered as long as they live
-  const auto in_python =
-      c10::Dispatcher::singleton().findSchemaOrThrow(("fastattn::" + op).c_str(), "backend");
   libraries->emplace_back(torch::Library::IMPL, "fastattn", c10::parseDispatchKey(key), __FILE__,
                           __LINE__);
-  libraries->back().impl(op.c_str(),
-                         torch::CppFunction::makeFromBoxedFunctor(
-                             std::make_unique<Cached>(launches_by_op()[op], in_python)));
+  libraries->back().impl(op.c_str(), torch::CppFunction::makeFromBoxedFunctor(
+                                         std::make_unique<Cached>(launches_by_op()[op])));
 }
 
 // The launch of a call with these arguments and results, which called `op` with these arguments and
@@ -289,19 +288,21 @@ inline std::shared_ptr<const Launch> launch_of(const Stack& call, const Stack& c
   return launch;
 }
 
-// Records what a call of an op launched: an op of a library with these arguments. An empty name:
-// nothing that can be repeated.
+// Records what a call of an overload launched: an op of a library with these arguments. An empty
+// name: nothing that can be repeated.
 inline void record_launch(const std::string& op, const pybind11::tuple& args,
                           const pybind11::tuple& contiguous, const pybind11::tuple& results,
                           const std::string& library_op, const pybind11::tuple& library_args) {
-  const auto find = [](const std::string& name) {
-    return c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "");
+  const auto find = [](const std::string& name, const std::string& overload = "") {
+    return c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
   };
   const auto stack_of = [](const c10::OperatorHandle& handle, const pybind11::tuple& values) {
     return torch::jit::createStackForSchema(handle.schema(), torch::jit::tuple_slice(values), {},
                                             std::nullopt);
   };
-  const c10::OperatorHandle own = find("fastattn::" + op);
+  const size_t dot = op.find('.');
+  const c10::OperatorHandle own =
+      find("fastattn::" + op.substr(0, dot), dot == std::string::npos ? "" : op.substr(dot + 1));
   const Stack call = stack_of(own, args);
   CallKey key = key_of(call);
   if (key.empty()) {

@@ -19,8 +19,7 @@ _enabled = False
 
 def enable(ops: Iterable[Any]) -> None:
     """Registers the caches of the ops that GPU libraries have, if there is the extension. They are
-    the kernels of default overloads on CUDA from then on, and pass calls on to `.backend` with an
-    empty name.
+    the kernels of the default and the named overload on CUDA from then on.
     """
     global _extension, _enabled
     with _enabling:
@@ -32,25 +31,30 @@ def enable(ops: Iterable[Any]) -> None:
         libraries = [name for name in _LIBRARIES if _native.unavailable(name) is None]
         for op in ops if _extension is not None else ():
             if not op.backends.keys().isdisjoint(libraries):
-                _extension.cache_launches(op.name, "CUDA")
+                for overload in ("", ".backend"):
+                    _extension.cache_launches(op.name + overload, "CUDA")
         _enabled = True
 
 
 def run_and_record(
     name: str,
+    backend: str | None,
     args: Sequence[Any],
     contiguous: Sequence[Any],
     run: Callable[[], tuple[Tensor, ...]],
 ) -> tuple[Tensor, ...]:
-    """run(), for a call of the op `name` that its cache passed on, which may record the launch.
-    contiguous: the arguments that backends get, some of them made contiguous.
+    """run(), for a call of the op `name` or, with `backend`, of its named overload, whose launch is
+    recorded if its cache asks for it. contiguous: the arguments with those made contiguous that
+    backends need so.
     """
     if _extension is None or not _extension.should_record_launch():
         return run()
     with _Launches() as seen:
         results = run()
     op, library_args = seen.launches[0] if seen.can_be_repeated else ("", ())
-    _extension.record_launch(name, tuple(args), tuple(contiguous), results, op, library_args)
+    overload, named = (name, ()) if backend is None else (f"{name}.backend", (backend,))
+    calls = (*args, *named), (*contiguous, *named)
+    _extension.record_launch(overload, *calls, results, op, library_args)
     return results
 
 

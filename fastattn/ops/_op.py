@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fastattn.ops import _env, _launch, _select, _vmap
-from fastattn.ops._select import CPU_BACKEND, NOT_CPU, OPS, Backend
+from fastattn.ops._select import CPU_BACKEND, OPS, Backend
 
 LIBRARY = torch.library.Library("fastattn", "DEF")
 _Layout = tuple[Sequence[int], Sequence[int], torch.dtype]
@@ -207,14 +207,11 @@ class Op:
             device = args[self.first_tensor].device
             if device.type != "cuda":
                 return run()
-            if backend is None:
-                _launch.enable(OPS.values())
-            elif backend == NOT_CPU:
-                run = functools.partial(_launch.run_and_record, self.name, args, contiguous, run)
+            _launch.enable(OPS.values())
             if _env.several_gpus():
                 with torch.cuda.device(device):
-                    return run()
-            return run()
+                    return _launch.run_and_record(self.name, backend, args, contiguous, run)
+            return _launch.run_and_record(self.name, backend, args, contiguous, run)
 
     def _run_into(self, *args: Any, **results: Tensor) -> Any:
         """The kernel of `.out` for devices on which no library registers one."""

@@ -35,8 +35,8 @@ def poisoned_results() -> Iterator[None]:
     def native_workspace(size: int, device: torch.device) -> Tensor:
         return own_native_workspace(size, device).fill_(0xFF)
 
-    def run(name: str, args: Sequence[Any], contiguous: Sequence[Any], run: Any) -> Any:
-        return run()  # records nothing
+    def run_and_record(*call: Any) -> Any:
+        return call[-1]()  # records nothing
 
     own_workspace, own_native_workspace = Op.allocate_workspace, _native.workspace
     library = None if _native.unavailable("cpu") else torch.ops.fastattn_cpu
@@ -46,7 +46,7 @@ def poisoned_results() -> Iterator[None]:
             mock.patch.object(Op, "allocate", allocate),
             mock.patch.object(Op, "allocate_workspace", allocate_workspace),
             mock.patch.object(_native, "workspace", native_workspace),
-            mock.patch.object(_launch, "run_and_record", run),
+            mock.patch.object(_launch, "run_and_record", run_and_record),
         ):
             _launch.clear()
             yield

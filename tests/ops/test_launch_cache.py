@@ -4,6 +4,7 @@ tensors.
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import pytest
@@ -80,15 +81,15 @@ class _Probe:
         self.op, self.python = op, 0
 
         def run(args: Sequence[Any], backend: str | None) -> tuple[Tensor, ...]:
-            assert backend == ""
             self.python += 1
             contiguous = [x.contiguous() if isinstance(x, Tensor) else x for x in args]
             call = op.as_call(contiguous)
             run = functools.partial(op._launcher("sm90"), call)
-            return _launch.run_and_record(op.name, args, contiguous, run)
+            return _launch.run_and_record(op.name, backend, args, contiguous, run)
 
         op.run = run  # type: ignore[method-assign]
-        _native.extension().cache_launches(op.name, "CPU")
+        for overload in ("", ".backend"):
+            _native.extension().cache_launches(op.name + overload, "CPU")
 
     def __call__(
         self,
@@ -97,8 +98,9 @@ class _Probe:
         factor: float = 2.0,
         name: str = "a",
         needs: Sequence[bool] = (True, False),
+        backend: str | None = None,
     ) -> Tensor:
-        y, z = self.op.default(x, other, factor, name, list(needs))
+        y, z = self.op(x, other, factor, name, list(needs), backend=backend)
         expected = (x if other is None else x * other) * factor
         assert torch.equal(y, expected) and torch.equal(z, -expected)
         return y  # type: ignore[no-any-return]
@@ -133,6 +135,15 @@ def test_the_launch_of_the_second_call_is_repeated(make: Make, library: _Library
     for _ in range(3):
         probe(torch.randn(3, 4), factor=-1.0)
     assert probe.python == 4 and library.workspaces[5:] == [0, 0, 0]
+
+
+def test_calls_of_a_named_backend(make: Make) -> None:
+    """They have launches of their own."""
+    probe = make()
+    for backend in ("sm90", None, "another"):
+        for _ in range(4):
+            probe(torch.randn(3, 4), backend=backend)
+    assert probe.python == 6
 
 
 def test_new_layouts_are_not_recorded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,8 +319,8 @@ _OPS = ("attention", "attention_varlen", "layer_norm", "add_layer_norm", "rms_no
 def test_repeated_launches_have_the_bits_of_the_named_backend(
     name: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every sample, with gradients, and other data in each of four calls. Without deterministic
-    algorithms only results are compared.
+    """Every sample, with gradients, and other data in each of four calls, compared with calls in
+    Python. Without deterministic algorithms only results are compared.
     """
     spec = all_specs()[name]
     backend = next(b for b in spec.backends if b in ("sm90", "cuda"))
@@ -324,34 +335,38 @@ def test_repeated_launches_have_the_bits_of_the_named_backend(
     repeated = set()
     for sample in spec.samples:
         for dtype in {torch.bfloat16, torch.float16} & {*sample.dtypes}:
-            inputs, in_first = sample.inputs("cuda", dtype), set[str]()
-            for n in range(4):
-                if n == 3:
-                    in_first |= in_python
+            calls = [_changed(sample.inputs("cuda", dtype)) for _ in range(4)]
+            run = functools.partial(_results_and_gradients, spec, with_gradients=deterministic)
+            with deterministic_algorithms(deterministic):
+                try:
+                    with poisoned_results():  # nothing is repeated
+                        expected = [run(inputs, backend=backend) for inputs in calls]
+                except NotImplementedError:
+                    continue
+                for named in (None, backend):
                     in_python.clear()
-                _change(inputs)
-                with deterministic_algorithms(deterministic):
-                    try:
-                        expected = _results_and_gradients(spec, inputs, backend, deterministic)
-                    except NotImplementedError:
-                        break
-                    found = _results_and_gradients(spec, inputs, None, deterministic)
-                for x, y in zip(found, expected, strict=True):
-                    assert torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)), sample.name
-            repeated |= in_first - in_python
-    assert {f"{name}_fwd", f"{name}_bwd"} <= repeated
+                    found = [run(inputs, backend=named) for inputs in calls[:3]]
+                    in_first = {*in_python}
+                    in_python.clear()
+                    found.append(run(calls[3], backend=named))
+                    repeated |= {(named, op) for op in in_first - in_python}
+                    for pair in zip(chain(*found), chain(*expected), strict=True):
+                        x, y = (value.nan_to_num(7.0) for value in pair)
+                        assert torch.equal(x, y), sample.name
+    assert {(b, f"{name}_{d}") for b in (None, backend) for d in ("fwd", "bwd")} <= repeated
 
 
-def _change(inputs: Inputs) -> None:
-    """Adds noise to finite numbers of the inputs that require a gradient, unless they overlap."""
+def _changed(inputs: Inputs) -> Inputs:
+    """With noise added to finite numbers of inputs that require a gradient and do not overlap."""
     with torch.no_grad():
         for x in inputs.values():
             if isinstance(x, Tensor) and x.requires_grad and 0 not in x.stride():
                 x.copy_((x + torch.randn_like(x)).where(x.isfinite(), x))
+    return inputs
 
 
 def _results_and_gradients(
-    spec: OpSpec, inputs: Inputs, backend: str | None, with_gradients: bool
+    spec: OpSpec, inputs: Inputs, *, backend: str | None, with_gradients: bool
 ) -> list[Tensor]:
     found = spec.function(**inputs, backend=backend)
     results = [found] if isinstance(found, Tensor) else list(found)

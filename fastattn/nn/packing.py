@@ -21,7 +21,7 @@ from fastattn.nn.feed_forward import GatedActivation
 from fastattn.nn.fusion import DropoutStreams, inherits, is_unmodified
 from fastattn.nn.norm import LayerNorm, RMSNorm
 from fastattn.nn.positional_attention import attention_classes, positions_of
-from fastattn.nn.sharding import SINGLE, ShardedDropout, sharding_of
+from fastattn.nn.sharding import SINGLE, ShardedDropout, Sharding, sharding_of
 
 # Element-wise modules.
 _ACTIVATIONS = (
@@ -93,11 +93,12 @@ class Packing:
         if multiple == 1:
             return self, rows
         extra = -len(rows) % multiple
+        longest = max(self.longest, extra)
         end = self.cu_seqlens[-1:] + extra
         packing = replace(
             self,
             batch=self.batch + 1,
-            longest=max(self.longest, extra),
+            longest=-(-longest // multiple) * multiple,  # an upper bound
             cu_seqlens=torch.cat([self.cu_seqlens, end]),
             positions=F.pad(self.positions, (0, extra)),
         )
@@ -115,6 +116,18 @@ class Packing:
     @property
     def _leading(self) -> tuple[int, int]:
         return (self.batch, self.length) if self.batch_first else (self.length, self.batch)
+
+
+# Rows of packed batches on a GPU, where calls of a layout that was seen before are launched without
+# Python (csrc/autograd/launch_cache.h): so few numbers of rows occur.
+_ROW_MULTIPLES = {"cuda": 64}
+
+
+def row_multiple(sharding: Sharding, device: torch.device) -> int:
+    """What has to divide the number of rows in a stack."""
+    if sharding is not SINGLE:
+        return sharding.row_multiple
+    return _ROW_MULTIPLES.get(device.type, 1)
 
 
 def refuse_padding_masks(lengths: str, **masks: Tensor | None) -> None:

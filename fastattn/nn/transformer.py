@@ -28,7 +28,13 @@ from fastattn.nn.layers import (
     TransformerEncoderLayer,
     are_masks,
 )
-from fastattn.nn.packing import Packing, can_pack, can_pack_norm, refuse_padding_masks
+from fastattn.nn.packing import (
+    Packing,
+    can_pack,
+    can_pack_norm,
+    refuse_padding_masks,
+    row_multiple,
+)
 from fastattn.nn.positional_attention import set_positions, share_positions
 from fastattn.nn.relative import PositionKind, make_positions
 from fastattn.nn.sharding import SINGLE, sharding_of
@@ -111,7 +117,7 @@ class TransformerEncoder(DropIn, nn.TransformerEncoder):
 
     def _forward_packed(self, rows: Tensor, packing: Packing, causal: bool) -> Tensor:
         sharding, total = sharding_of(self), len(rows)
-        packing, rows = packing.extended(rows, sharding.row_multiple)
+        packing, rows = packing.extended(rows, row_multiple(sharding, rows.device))
         rows = sharding.split(rows)
         for layer in self.layers:
             if sharding is SINGLE:
@@ -215,8 +221,9 @@ class TransformerDecoder(IncrementalDecoding, DropIn, nn.TransformerDecoder):
         self, rows: Tensor, memory: Tensor, target: Packing, source: Packing, causal: bool
     ) -> Tensor:
         sharding, total = sharding_of(self), len(rows)
-        target, rows = target.extended(rows, sharding.row_multiple)
-        source, memory = source.extended(memory, sharding.row_multiple)
+        multiple = row_multiple(sharding, rows.device)
+        target, rows = target.extended(rows, multiple)
+        source, memory = source.extended(memory, multiple)
         rows, memory = sharding.split(rows), sharding.shared(memory)
         for layer in self.layers:
             if sharding is SINGLE:

@@ -8,10 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from fastattn import nn as fnn
+from fastattn.nn import packing
 
 E, H = 16, 2
 SRC_LENGTHS, TGT_LENGTHS = [7, 3, 0, 1], [2, 5, 4, 0]
 STYLES = list(itertools.product((True, False), (True, False)))
+
+
+@pytest.fixture(autouse=True, params=[1, 8], ids=["rows", "rows8"])
+def row_multiple(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """As many rows as there are tokens, or more, as on a GPU."""
+    monkeypatch.setitem(packing._ROW_MULTIPLES, "cpu", request.param)
+    return request.param  # type: ignore[no-any-return]
 
 
 def make(kind: type, batch_first: bool, norm_first: bool, **options: Any) -> Any:
@@ -139,8 +147,10 @@ def test_lengths_on_another_default_device() -> None:
     assert stack(x, src_lengths=list(numpy.array([4, 2]))).equal(expected)
 
 
-def test_layers_receive_packed_rows_and_padding_has_no_effect() -> None:
-    """Every layer receives only the real tokens; NaN in the padding has no effect."""
+def test_layers_receive_packed_rows_and_padding_has_no_effect(row_multiple: int) -> None:
+    """Every layer receives only the real tokens, up to `row_multiple`; NaN in the padding has no
+    effect.
+    """
     model = make(fnn.TransformerEncoder, True, False)
     src = batch(7, True)
     src[padding(SRC_LENGTHS, 7)] = float("nan")
@@ -148,7 +158,7 @@ def test_layers_receive_packed_rows_and_padding_has_no_effect() -> None:
     hook = model.layers[0].linear1.register_forward_hook(lambda m, args, y: sizes.append(y.shape))
     out = model(src, src_lengths=SRC_LENGTHS)
     hook.remove()
-    assert sizes == [(sum(SRC_LENGTHS), 32)]
+    assert sizes == [(-(-sum(SRC_LENGTHS) // row_multiple) * row_multiple, 32)]
     assert out.isfinite().all()
 
 

@@ -226,6 +226,9 @@ class Cached final : public c10::OperatorKernel {
       found.launch->repeat(stack, arguments);
       return;
     }
+    struct Ends {
+      ~Ends() { should_record = false; }
+    } ends;
     should_record = !found.is_known && !key.empty() && launches_.was_seen(key);
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), stack);
   }

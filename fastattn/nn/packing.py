@@ -87,22 +87,24 @@ class Packing:
         return padded.unflatten(0, self._leading)
 
     def extended(self, rows: Tensor, multiple: int) -> tuple["Packing", Tensor]:
-        """The packing and its rows with one more sequence, of zeros, which makes the number of rows
-        a multiple of `multiple`; unchanged if that is 1.
+        """The packing, of which only offsets, positions and `longest` count then, and its rows with
+        one more sequence, which makes the number of rows a multiple; unchanged if that is 1.
+
+        It has copies of the last row, whose norms are finite wherever those of the batch are; and
+        always a row, so that compiled code does not depend on whether there is one.
         """
         if multiple == 1:
             return self, rows
-        extra = -len(rows) % multiple
-        longest = max(self.longest, extra)
-        end = self.cu_seqlens[-1:] + extra
+        extra = multiple - len(rows) % multiple
+        added = rows[-1:].detach() if len(rows) else rows.new_zeros(1, rows.shape[1])
+        end, longest = self.cu_seqlens[-1:] + extra, max(self.longest, extra)
         packing = replace(
             self,
-            batch=self.batch + 1,
             longest=-(-longest // multiple) * multiple,  # an upper bound
             cu_seqlens=torch.cat([self.cu_seqlens, end]),
             positions=F.pad(self.positions, (0, extra)),
         )
-        return packing, F.pad(rows, (0, 0, 0, extra))
+        return packing, torch.cat([rows, added.expand(extra, -1)])
 
     def padding(self) -> Tensor:
         """Bool `[B, S]`, True where there is no token: torch's key padding mask."""

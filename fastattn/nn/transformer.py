@@ -117,7 +117,8 @@ class TransformerEncoder(DropIn, nn.TransformerEncoder):
 
     def _forward_packed(self, rows: Tensor, packing: Packing, causal: bool) -> Tensor:
         sharding, total = sharding_of(self), len(rows)
-        packing, rows = packing.extended(rows, row_multiple(sharding, rows.device))
+        multiple = row_multiple(sharding, rows.device)
+        packing, rows = packing.extended(rows, multiple)
         rows = sharding.split(rows)
         for layer in self.layers:
             if sharding is SINGLE:
@@ -125,7 +126,7 @@ class TransformerEncoder(DropIn, nn.TransformerEncoder):
             else:  # its weights are gathered around its forward
                 rows = layer(rows, is_causal=causal, packing=packing)
         rows = sharding.gather(rows if self.norm is None else self.norm(rows))
-        return rows if len(rows) == total else rows[:total]
+        return rows if multiple == 1 else rows[:total]
 
 
 class TransformerDecoder(IncrementalDecoding, DropIn, nn.TransformerDecoder):
@@ -231,7 +232,7 @@ class TransformerDecoder(IncrementalDecoding, DropIn, nn.TransformerDecoder):
             else:  # its weights are gathered around its forward
                 rows = layer(rows, memory, tgt_is_causal=causal, packings=(target, source))
         rows = sharding.gather(rows if self.norm is None else self.norm(rows))
-        return rows if len(rows) == total else rows[:total]
+        return rows if multiple == 1 else rows[:total]
 
 
 class Transformer(DropIn, nn.Transformer):

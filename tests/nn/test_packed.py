@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from fastattn import nn as fnn
 from fastattn.nn import packing
+from fastattn.nn.sharding import SINGLE
 
 E, H = 16, 2
 SRC_LENGTHS, TGT_LENGTHS = [7, 3, 0, 1], [2, 5, 4, 0]
@@ -120,10 +122,16 @@ def test_blocks_that_are_not_fused(norm_first: bool) -> None:
 
 
 @pytest.mark.parametrize(("batch_first", "norm_first"), STYLES)
-def test_transformer(batch_first: bool, norm_first: bool) -> None:
+@pytest.mark.parametrize(
+    ("src_lengths", "tgt_lengths"),
+    [(SRC_LENGTHS, TGT_LENGTHS), ([7, 7, 1, 1], TGT_LENGTHS), (SRC_LENGTHS, [2, 5, 1, 0])],
+)
+def test_transformer(
+    batch_first: bool, norm_first: bool, src_lengths: list[int], tgt_lengths: list[int]
+) -> None:
     model = make(fnn.Transformer, batch_first, norm_first)
     src, tgt = batch(7, batch_first).requires_grad_(), batch(5, batch_first).requires_grad_()
-    src_padding, tgt_padding = padding(SRC_LENGTHS, 7), padding(TGT_LENGTHS, 5)
+    src_padding, tgt_padding = padding(src_lengths, 7), padding(tgt_lengths, 5)
     padded = model(
         src,
         tgt,
@@ -132,8 +140,8 @@ def test_transformer(batch_first: bool, norm_first: bool) -> None:
         tgt_key_padding_mask=tgt_padding,
         memory_key_padding_mask=src_padding,
     )
-    actual = model(src, tgt, tgt_mask=causal(5), src_lengths=SRC_LENGTHS, tgt_lengths=TGT_LENGTHS)
-    assert_same(actual, padded, TGT_LENGTHS, batch_first, [src, tgt, *model.parameters()])
+    actual = model(src, tgt, tgt_mask=causal(5), src_lengths=src_lengths, tgt_lengths=tgt_lengths)
+    assert_same(actual, padded, tgt_lengths, batch_first, [src, tgt, *model.parameters()])
 
 
 def test_lengths_on_another_default_device() -> None:
@@ -148,8 +156,8 @@ def test_lengths_on_another_default_device() -> None:
 
 
 def test_layers_receive_packed_rows_and_padding_has_no_effect(row_multiple: int) -> None:
-    """Every layer receives only the real tokens, up to `row_multiple`; NaN in the padding has no
-    effect.
+    """Every layer receives only the real tokens, and copies of the last one up to a multiple of
+    rows; NaN in the padding has no effect.
     """
     model = make(fnn.TransformerEncoder, True, False)
     src = batch(7, True)
@@ -158,7 +166,8 @@ def test_layers_receive_packed_rows_and_padding_has_no_effect(row_multiple: int)
     hook = model.layers[0].linear1.register_forward_hook(lambda m, args, y: sizes.append(y.shape))
     out = model(src, src_lengths=SRC_LENGTHS)
     hook.remove()
-    assert sizes == [(-(-sum(SRC_LENGTHS) // row_multiple) * row_multiple, 32)]
+    total = sum(SRC_LENGTHS)
+    assert sizes == [(total if row_multiple == 1 else total + 8 - total % 8, 32)]
     assert out.isfinite().all()
 
 
@@ -328,11 +337,35 @@ def test_autocast() -> None:
 def test_compiled() -> None:
     model = make(fnn.TransformerEncoder, True, False)
     src = batch(7, True)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    for lengths in (SRC_LENGTHS, [1, 2, 3, 4]):
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for lengths in (SRC_LENGTHS, [1, 2, 3, 4], [2, 3, 1, 2], [7, 7, 1, 1], [5, 4, 3, 3]):
         torch.testing.assert_close(
             compiled(src, src_lengths=lengths), model(src, src_lengths=lengths)
         )
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_gradients_without_eps(norm_first: bool) -> None:
+    """Rows of zeros would have NaN as norms."""
+    model = make(fnn.Transformer, True, norm_first, layer_norm_eps=0.0)
+    lengths = {"src_lengths": SRC_LENGTHS, "tgt_lengths": TGT_LENGTHS}
+    model(batch(7, True), batch(5, True), **lengths).sum().backward()
+    for parameter in model.parameters():
+        assert parameter.grad.isfinite().all()
+
+
+def test_batches_have_few_layouts_on_a_gpu() -> None:
+    x = torch.randn(4, 40, E)
+    multiple = packing.row_multiple(SINGLE, torch.device("cuda"))
+    layouts = set()
+    for lengths in ([40, 3, 20, 1], [9, 40, 9, 9], [40, 40, 40, 7], [33, 35, 0, 0]):
+        packed = packing.Packing.of(x, lengths, True, "x", "lengths")
+        longer, rows = packed.extended(packed.pack(x), multiple)
+        layouts.add((len(rows), len(longer.cu_seqlens), longer.longest))
+        assert len(longer.positions) == len(rows) == longer.cu_seqlens[-1]
+    assert layouts == {(128, 5 + 1, 64)}
 
 
 @pytest.mark.parametrize(

@@ -206,11 +206,8 @@ class Launches {
   std::unordered_map<CallKey, std::shared_ptr<const Launch>, HashOfKey> launches_;
 };
 
-// Whether Python should record the call that this thread has just passed on.
+// Whether Python should record the call that this thread has passed on.
 inline thread_local bool should_record = false;
-inline bool should_record_launch() {
-  return std::exchange(should_record, false);
-}
 
 // The kernel of an op's overload. Calls without a recorded launch run in Python: its kernel is
 // registered for all devices, so it is called by the key of one that has no other.

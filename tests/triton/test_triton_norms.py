@@ -513,6 +513,19 @@ def test_compiles(arch: str, N: int, call: str) -> None:
 
 
 @compiles
+def test_strides_change_no_code() -> None:
+    """A row has the same bits wherever the next one begins."""
+    row = _empty(9)
+    code = set()
+    for stride in (0, 65, 65 * 16):
+        x = _empty(9 * 65 * 16).as_strided((9, 65), (stride, 1))
+        with compiled_for("sm_90") as found:
+            kernels.layer_norm_fwd(LayerNormCall(x, None, None, 1e-5), _empty(9, 65), row, row)
+        code |= {kernel.asm["ptx"] for kernel in found}
+    assert len(code) == 1
+
+
+@compiles
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", GPUS)
 def test_fits_in_shared_memory(arch: str) -> None:

@@ -20,8 +20,11 @@ import triton.language as tl
 from fastattn.ops._triton_dropout import column_keys, drop, row_kept, row_keys
 from fastattn.ops.layer_norm import config
 
-# Arguments that differ between calls, on which kernels must not be specialised.
+# Arguments on which kernels must not be specialised: those that differ between calls, and strides,
+# so that the bits of a row do not depend on where the next one begins (what alignment they have in
+# common with the row length is in UNIT).
 _PER_CALL = ["M", "stream", "threshold", "keep_factor", "eps", "lines"]
+_PER_CALL += ["stride_x", "stride_residual", "stride_dy", "stride_dz", "stride_z"]
 
 BEFORE = tl.constexpr(config.BEFORE)
 WITH_ROWS = tl.constexpr(config.WITH_ROWS)

@@ -163,11 +163,24 @@ void check(const char* failure) {
 }
 
 template <Step kStep>
-void multiply(const Call& call, const Matrix& a, const Matrix& b, const Epilogue& epilogue) {
-  const Product product = {call.type, a, b, epilogue};
+void multiply(const Call& call, const Matrix& a, const Matrix& b, const Epilogue& epilogue,
+              int parts = 1) {
+  const Product product = {call.type, a, b, epilogue, parts};
   check(call.type == DType::kBFloat16
             ? ffn_product_sm90<DType::kBFloat16, kStep>(product, call.stream)
             : ffn_product_sm90<DType::kFloat16, kStep>(product, call.stream));
+}
+
+// The gradient of a weight. workspace: of the parts, if there are more than one.
+void multiply_dw(const Call& call, const Matrix& a, const Matrix& b, void* out, int parts,
+                 float* workspace) {
+  Epilogue epilogue;
+  epilogue.out_is_float = parts > 1;
+  epilogue.out = parts > 1 ? workspace : out;
+  multiply<Step::kDw>(call, a, b, epilogue, parts);
+  if (parts > 1) {
+    check(sum_columns({call.type, workspace, out, parts, a.columns * b.columns}, call.stream));
+  }
 }
 
 // -- forward --------------------------------------------------------------------------------------
@@ -232,6 +245,8 @@ int64_t ffn_bwd(Tensor dy, Tensor x, Tensor w1, Tensor w2, Tensor hidden, std::s
   plan.differentiates = to_x || to_w1 || to_b1 || plan.activates;
   plan.sums_dy = to_b2;
   plan.sums_dpre = to_b1;
+  plan.parts_of_dw1 = to_w1 ? parts_of_dw({s.W, s.D, s.rows}) : 1;
+  plan.parts_of_dw2 = to_w2 ? parts_of_dw({s.E, s.F, s.rows}) : 1;
   const Memory<BackwardWorkspace, BackwardPlan> memory(call, plan, workspace);
   if (memory.size > 0) {
     return memory.size;
@@ -275,20 +290,18 @@ int64_t ffn_bwd(Tensor dy, Tensor x, Tensor w1, Tensor w2, Tensor hidden, std::s
     check(sum_columns({call.type, at.dpre_sums, to_b1, row_tiles(s.rows), s.W}, call.stream));
   }
   const Matrix dpre = {at.dpre, s.rows, s.W, s.W};
-  const auto store = [](void* out) {
-    Epilogue epilogue;
-    epilogue.out = out;
-    return epilogue;
-  };
   if (to_w2) {
     const Matrix activated = {call.saves_activation ? saved : at.activated, s.rows, s.F, s.F};
-    multiply<Step::kDw>(call, gradient, activated, store(to_w2));
+    multiply_dw(call, gradient, activated, to_w2, plan.parts_of_dw2, at.parts);
   }
   if (to_w1) {
-    multiply<Step::kDw>(call, dpre, matrix_of(x, "x", call, s.rows, s.D), store(to_w1));
+    multiply_dw(call, dpre, matrix_of(x, "x", call, s.rows, s.D), to_w1, plan.parts_of_dw1,
+                at.parts);
   }
   if (to_x) {
-    multiply<Step::kDx>(call, dpre, matrix_of(w1, "w1", call, s.W, s.D), store(to_x));
+    Epilogue epilogue;
+    epilogue.out = to_x;
+    multiply<Step::kDx>(call, dpre, matrix_of(w1, "w1", call, s.W, s.D), epilogue);
   }
   return 0;
 }

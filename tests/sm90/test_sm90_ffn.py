@@ -46,7 +46,7 @@ OWN = (
     _sample("tiles_swiglu", **_SIZES, activation="swiglu", bias=False),
     _sample("one_tile", rows=(64,), D=64, hidden=128, out=64, activation="silu"),
 )
-QUICK = ("gelu", "geglu", "tiles_relu")  # the others are for test-all
+QUICK = ("gelu", "geglu", "tiles_relu", "many_rows")  # the others are for test-all
 _REFUSED = ("odd_sizes", "sizes_257", "blocks", "one_feature", "one_hidden", "weights_transposed")
 CASES = {s.name: s for s in (*SPEC.samples, *OWN) if s.name not in _REFUSED}
 
@@ -96,7 +96,9 @@ def run_simulated(op: Op, args: Sequence[Any], results: Sequence[Tensor]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "sections"), [("tiles_geglu", 5), ("tiles_relu", 4)], ids=["geglu", "relu"]
+    ("name", "sections"),
+    [("tiles_geglu", 5), ("tiles_relu", 4), ("many_rows", 5)],
+    ids=["geglu", "relu", "parts"],
 )
 @pytest.mark.slow
 def test_a_short_section_is_detected(
@@ -116,21 +118,40 @@ def test_a_short_section_is_detected(
 
 
 def test_every_tile_once(tmp_path: Path) -> None:
-    """The order of tiles is a bijection; a wave of tiles has few rows of tiles."""
+    """The order of tiles is a bijection, again for each part; a wave of tiles has few rows of
+    tiles.
+    """
     source = """#include "ffn/sm90/tile_order.h"
 extern "C" void place(int row_tiles, int column_tiles, int number, int* result) {
   const auto p = fastattn::ffn::tile_place(row_tiles, column_tiles, number);
   result[0] = p.row_tile;
   result[1] = p.column_tile;
+  result[2] = p.part;
 }"""
-    place, result = compiled(tmp_path, source).place, (ctypes.c_int * 2)()
+    place, result = compiled(tmp_path, source).place, (ctypes.c_int * 3)()
     for rows, columns in ((1, 1), (3, 5), (8, 7), (9, 1), (27, 4), (1, 40)):
-        found = []
-        for number in range(rows * columns):
-            place(rows, columns, number, result)
-            found.append((result[0], result[1]))
-        assert sorted(found) == [(r, c) for r in range(rows) for c in range(columns)]
-        assert len({row for row, _ in found[: 8 * columns]}) == min(rows, 8)
+        for part in range(3):
+            found = []
+            for number in range(rows * columns):
+                place(rows, columns, part * rows * columns + number, result)
+                found.append((result[0], result[1]))
+                assert result[2] == part
+            assert sorted(found) == [(r, c) for r in range(rows) for c in range(columns)]
+            assert len({row for row, _ in found[: 8 * columns]}) == min(rows, 8)
+
+
+def test_parts_of_weight_gradients(tmp_path: Path) -> None:
+    """Products with few tiles and long sums are computed in parts, which fill the GPU."""
+    source = """#include "ffn/sm90/ffn_sm90.h"
+extern "C" int parts(int rows, int columns, int depth) {
+  return fastattn::ffn::parts_of_dw({rows, columns, depth});
+}"""
+    parts = compiled(tmp_path, source).parts
+    assert parts(2048, 512, 32768) == 4  # 32 tiles
+    assert parts(4096, 1024, 16384) == 1  # 128 tiles
+    assert parts(256, 64, 32768) == 8  # 2 tiles
+    assert parts(2048, 512, 1024) == 1  # 16 steps
+    assert parts(16384, 4096, 8192) == 1  # 2,048 tiles
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kSumThreads)
     for (int j = 0; j < kPieceColumns; ++j) {
       v[j] = static_cast<float>(dy.data[j]);
     }
-    dropout.apply(v, dropout.kept(dropout::flat_row_key(row_state, row), columns));
+    dropout.apply(v, dropout.words(dropout::flat_row_key(row_state, row), columns));
     if (args.dropped) {
       store_piece<Element>(args.dropped, at, v);
     }
@@ -116,9 +116,36 @@ __global__ void __launch_bounds__(kSumThreads)
   }
 }
 
+// Of few rows: a thread has a piece of columns.
+template <class Element>
+__global__ void __launch_bounds__(kSumThreads)
+    sum_parts_kernel(const __grid_constant__ SumColumns args) {
+  const int column = (blockIdx.x * kSumThreads + threadIdx.x) * kPieceColumns;
+  if (column >= args.columns) {
+    return;
+  }
+  float sums[kPieceColumns] = {};
+#pragma unroll 4
+  for (int i = 0; i < args.rows; ++i) {
+    const int64_t at = static_cast<int64_t>(i) * args.columns + column;
+    const auto part = *reinterpret_cast<const Piece<float>*>(args.sums + at);
+#pragma unroll
+    for (int j = 0; j < kPieceColumns; ++j) {
+      sums[j] += part.data[j];
+    }
+  }
+  store_piece<Element>(args.out, column, sums);
+}
+
 template <DType kType>
 const char* sum_columns_of(const SumColumns& problem, cuda::Stream stream) {
   using Element = typename TypeOf<kType>::Element;
+  if (problem.rows <= kMostParts && problem.columns % kPieceColumns == 0) {
+    const int blocks = tiles_of(problem.columns, kSumThreads * kPieceColumns);
+    const cudaError_t error =
+        sm90::launch(sum_parts_kernel<Element>, blocks, kSumThreads, 0, stream, problem, false);
+    return error ? cudaGetErrorString(error) : nullptr;
+  }
   const int blocks = (problem.columns + kColumnThreads - 1) / kColumnThreads;
   const cudaError_t error = sm90::launch(sum_columns_kernel<Element>, blocks, kSumThreads,
                                          sizeof(SumStorage), stream, problem, false);

@@ -27,8 +27,7 @@ constexpr int kGroups = 2;
 constexpr int kThreads = (kGroups + 1) * kWarpgroup;
 // Registers per thread after setmaxnreg; the launch has 504 for three threads.
 constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
-// What one step sums over: 128 bytes, the width of the swizzle.
-constexpr int kDepth = sm90::kChunkColumns;
+static_assert(kDepth == sm90::kChunkColumns, "128 bytes, the width of the swizzle");
 
 template <DType kType>
 struct TypeOf;
@@ -65,7 +64,7 @@ constexpr ProductConfig product_config(Step step) {
     case Step::kDx:
       return {false, 256, kMajorK, kMajorN};
     case Step::kDw:
-      return {false, 256, kMajorN, kMajorN};
+      return {false, kDwColumns, kMajorN, kMajorN};
   }
   return {};
 }

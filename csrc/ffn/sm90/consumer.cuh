@@ -35,13 +35,14 @@ struct Consumer {
     for (int n = Traits::kPingPong ? group : 0; tile_number(n) < tile_count(args);
          n += Traits::kPingPong ? kGroups : 1) {
       at = {static_cast<uint32_t>(n) * args.steps};
+      prefetch_tile<Traits>(args, tile_place(args, tile_number(n)), group);
       wait_ping_pong();
       issue_products();
       if (tile_number(n + 1) < tile_count(args)) {
         arrive_ping_pong();
       }
       await_products();
-      const TilePlace place = tile_place(args.row_tiles, args.column_tiles, tile_number(n));
+      const TilePlace place = tile_place(args, tile_number(n));
       finish_tile<Traits>(shared, args, place, group, rSums);
     }
   }

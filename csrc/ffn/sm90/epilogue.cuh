@@ -25,7 +25,7 @@ struct TileEpilogue {
   static constexpr bool kLoads = Traits::kStep == Step::kDown || Traits::kDhidden;
   // Pieces that are loaded ahead of their use, as far as there are registers. In ping-pong the
   // other warpgroup's products hide the latency.
-  static constexpr int kAhead = Traits::kStep == Step::kDown ? 4 : Traits::kGated ? 0 : 1;
+  static constexpr int kAhead = Traits::kGated ? 0 : 4;
   static constexpr bool kHasBias = Traits::kUp || Traits::kStep == Step::kDown;
   static constexpr bool kHasDropout = Traits::kUp || kLoads;
   // The derivative of relu without a gate: a is 0 where it was dropped.
@@ -50,7 +50,7 @@ struct TileEpilogue {
   const Epilogue& epilogue;
   const PieceDropout dropout;
   const int lane;
-  const int first_row, first_column;
+  const int first_row, first_column, part;
   uint32_t row_state[1];
 
   __device__ __forceinline__ TileEpilogue(const ProductArguments& args, const TilePlace& place,
@@ -61,7 +61,8 @@ struct TileEpilogue {
         lane(lane),
         first_row(place.row_tile * kTileRows + (Traits::kPingPong ? 0 : group * kMmaRows) +
                   sm90::AccumulatorThread{warp, lane}.upper_row()),
-        first_column(place.column_tile * Traits::kOutColumns + lane % 4 * kPieceColumns) {
+        first_column(place.column_tile * Traits::kOutColumns + lane % 4 * kPieceColumns),
+        part(place.part) {
     row_state[0] = kHasDropout && !kFromSign ? dropout.row_state() : 0;
   }
 
@@ -204,7 +205,10 @@ struct TileEpilogue {
   // Row i of the thread. v: the sums; of kDhidden dpre in the end.
   __device__ __forceinline__ void finish(Values& v, const Columns& columns, const Loaded& loaded,
                                          int i, int group) {
-    const uint32_t kept = kHasDropout && !kFromSign ? dropout.kept(row_key(i), columns.keys) : 0;
+    PieceDropout::Words words = {};
+    if (kHasDropout && !kFromSign && epilogue.dropout.seed) {
+      words = dropout.words(row_key(i), columns.keys);
+    }
     if constexpr (kHasBias) {
 #pragma unroll
       for (int pair = 0; pair < kPairs; ++pair) {
@@ -224,24 +228,27 @@ struct TileEpilogue {
     if constexpr (Traits::kUp) {
       store_hidden(v, hidden_at, stores);
       activate(v);
-      dropout.apply(v.of[0], kept);
+      dropout.apply(v.of[0], words);
       store<Element>(epilogue.activated, at, v.of[0], stores);
     } else if constexpr (Traits::kDhidden) {
       float a[kPieceColumns];
-      differentiate(v, a, loaded, kept);
+      differentiate(v, a, loaded, words);
       if constexpr (!kFromSign) {
-        dropout.apply(a, kept);
+        dropout.apply(a, words);
         store<Element>(epilogue.activated, at, a, stores);
       }
       store_hidden(v, hidden_at, stores);
     } else if constexpr (Traits::kStep == Step::kDown) {
-      dropout.apply(v.of[0], kept);
+      dropout.apply(v.of[0], words);
       add_residual(v.of[0], loaded);
       if (epilogue.out_is_float) {
         store<float>(epilogue.out, at, v.of[0], stores);
       } else {
         store<Element>(epilogue.out, at, v.of[0], stores);
       }
+    } else if (Traits::kStep == Step::kDw && epilogue.out_is_float) {
+      const int64_t of_part = static_cast<int64_t>(part) * args.rows * args.columns;
+      store<float>(epilogue.out, of_part + at, v.of[0], stores);
     } else {
       store<Element>(epilogue.out, at, v.of[0], stores);
     }
@@ -259,14 +266,15 @@ struct TileEpilogue {
 
   // v: the gradient of a becomes that of hidden. a: the activation, before dropout.
   __device__ __forceinline__ void differentiate(Values& v, float (&a)[kPieceColumns],
-                                                const Loaded& loaded, uint32_t kept) const {
+                                                const Loaded& loaded,
+                                                const PieceDropout::Words& words) const {
     float hidden[kPairs][kPieceColumns];
 #pragma unroll
     for (int pair = 0; pair < kPairs; ++pair) {
       widen(hidden[pair], loaded.words[pair]);
     }
     if constexpr (!kFromSign) {
-      dropout.apply(v.of[0], kept);
+      dropout.apply(v.of[0], words);
     }
 #pragma unroll
     for (int j = 0; j < kPieceColumns; ++j) {
@@ -386,6 +394,35 @@ __device__ __forceinline__ void finish_sums(SharedStorage<Traits>& shared,
         sum += shared.sums.of[group][warp][i];
       }
       args.epilogue.sums[first + i / Traits::kColumns * args.columns + column] = sum;
+    }
+  }
+}
+
+// Brings what the epilogue reads into the L2 cache while the products of the tile are computed. Not
+// for gated activations, whose kernel has no registers left for it.
+template <class Traits>
+__device__ __forceinline__ void prefetch_tile(const ProductArguments& args, const TilePlace& place,
+                                              int group) {
+  constexpr bool kDown = Traits::kStep == Step::kDown;
+  if constexpr (kDown || (Traits::kDhidden && !Traits::kGated)) {
+    constexpr int kLine = 128;  // bytes
+    constexpr int kRows = kTileRows / (Traits::kPingPong ? 1 : kGroups);
+    constexpr int kThreadsOfRow = kWarpgroup / kRows;
+    const Epilogue& e = args.epilogue;
+    const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
+    const int row = place.row_tile * kTileRows + (Traits::kPingPong ? 0 : group * kRows) +
+                    thread / kThreadsOfRow;
+    const char* data = static_cast<const char*>(kDown ? e.residual : e.hidden);
+    if (!data || row >= args.rows) {
+      return;
+    }
+    const int size = kDown && e.out_is_float ? 4 : 2;
+    data += row * (kDown ? e.residual_stride : int64_t{args.columns}) * size;
+    const int first = place.column_tile * Traits::kColumns + thread % kThreadsOfRow * kLine / size;
+    const int end = (place.column_tile + 1) * Traits::kColumns;
+    for (int column = first; column < end && column < args.columns;
+         column += kThreadsOfRow * kLine / size) {
+      ptx::prefetch_l2(data + int64_t{column} * size);
     }
   }
 }

@@ -84,11 +84,13 @@ const char* ffn_product_sm90(const Product& p, cuda::Stream stream) {
   }
   args.rows = shape.rows;
   args.columns = shape.columns;
-  args.steps = (shape.depth + kDepth - 1) / kDepth;
+  args.steps = tiles_of(tiles_of(shape.depth, kDepth), p.parts);
   args.row_tiles = row_tiles(shape.rows);
-  args.column_tiles = (shape.columns + Traits::kOutColumns - 1) / Traits::kOutColumns;
+  args.column_tiles = tiles_of(shape.columns, Traits::kOutColumns);
+  args.parts = p.parts;
   args.epilogue = p.epilogue;
-  const int blocks = std::min(args.row_tiles * args.column_tiles, device.multiprocessors);
+  const int blocks =
+      std::min(args.row_tiles * args.column_tiles * args.parts, device.multiprocessors);
 
   static std::atomic<uint64_t> allowed{0};
   const auto kernel = ffn_product_kernel<Traits>;

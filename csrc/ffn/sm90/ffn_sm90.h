@@ -57,7 +57,7 @@ struct Epilogue {
   // kDown
   const void* residual = nullptr;  // of out's type; may be null
   int64_t residual_stride = 0;
-  bool out_is_float = false;
+  bool out_is_float = false;  // of kDw: for parts
   // kDhidden
   const void* hidden = nullptr;
   float* sums = nullptr;  // of dpre's columns: [row_tiles(rows)][W]
@@ -67,6 +67,7 @@ struct Product {
   DType dtype;
   Matrix a, b;
   Epilogue epilogue;
+  int parts = 1;  // of kDw: out is fp32 [parts][rows of the result][columns] if there are more
 };
 
 // The sizes of a product's result (of `a` and not of hidden, for the gated steps) and of its sums.
@@ -87,10 +88,36 @@ constexpr ProductShape shape_of(Step step, const Matrix& a, const Matrix& b) {
   }
 }
 
-// Rows of a tile of every product.
-constexpr int kTileRows = 128;
+// Rows of a tile of every product, and what one step of a tile sums over.
+constexpr int kTileRows = 128, kDepth = 64;
+constexpr int tiles_of(int size, int tile) {
+  return (size + tile - 1) / tile;
+}
 constexpr int row_tiles(int rows) {
-  return (rows + kTileRows - 1) / kTileRows;
+  return tiles_of(rows, kTileRows);
+}
+
+// The gradient of a weight sums over the rows of a batch and may have fewer tiles than a GPU has
+// multiprocessors. Then each tile is computed in parts, of some of the steps each, which
+// sum_columns adds. Their number is the one of the shortest time: waves of tiles times steps, and
+// the additions, which take as long as kAdditionSteps. It is the same on every GPU, and so are bits.
+constexpr int kDwColumns = 256;
+constexpr int kMostParts = 8;
+constexpr int parts_of_dw(const ProductShape& shape) {
+  constexpr int kMultiprocessors = 132;  // of an H100 or H200
+  constexpr int kFewestSteps = 16, kAdditionSteps = 12;
+  const int tiles = row_tiles(shape.rows) * tiles_of(shape.columns, kDwColumns);
+  const int steps = tiles_of(shape.depth, kDepth);
+  int best = 1, shortest = tiles_of(tiles, kMultiprocessors) * steps;
+  for (int parts = 2; parts <= kMostParts && tiles <= 2 * kMultiprocessors; ++parts) {
+    const int steps_of_part = tiles_of(steps, parts);
+    const int time = tiles_of(tiles * parts, kMultiprocessors) * steps_of_part + kAdditionSteps;
+    if (steps_of_part >= kFewestSteps && time < shortest) {
+      best = parts;
+      shortest = time;
+    }
+  }
+  return best;
 }
 
 // Returns nullptr or an error message.
@@ -110,7 +137,8 @@ struct DropGradient {
 };
 const char* drop_gradient(const DropGradient& problem, cuda::Stream stream);
 
-// out[c] = the sum of column c, added in the order of the rows.
+// out[c] = the sum of column c, always added in the same order. Up to kMostParts rows: columns is a
+// multiple of 8.
 struct SumColumns {
   DType dtype;  // of out
   const float* sums;

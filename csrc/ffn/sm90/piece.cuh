@@ -35,6 +35,7 @@ struct PieceDropout {
   struct ColumnKeys {
     uint32_t of[kWords];
   };
+  using Words = ColumnKeys;
 
   const Dropout& dropout;
   int64_t seed;
@@ -51,27 +52,27 @@ struct PieceDropout {
             dropout::column_key(seed, dropout.stream, unit + 1)};
   }
 
-  // Bit j: whether column j of the piece is kept.
-  __device__ __forceinline__ uint32_t kept(uint32_t row_key, const ColumnKeys& columns) const {
-    constexpr uint32_t kAll = (1u << kPieceColumns) - 1;
-    if (!dropout.seed) {
-      return kAll;
-    }
-    uint32_t bits = 0;
+  // The words of a row. Without dropout they are not read.
+  __device__ __forceinline__ Words words(uint32_t row_key, const ColumnKeys& columns) const {
+    Words words;
 #pragma unroll
-    for (int j = 0; j < kPieceColumns; ++j) {
-      const uint32_t word = dropout::word(row_key, columns.of[j / 4]);
-      const int byte = static_cast<int>(dropout::byte_of(word, j % 4));
-      bits |= static_cast<uint32_t>(byte >= dropout.threshold) << j;
+    for (int i = 0; i < kWords; ++i) {
+      words.of[i] = dropout::word(row_key, columns.of[i]);
     }
-    return bits;
+    return words;
   }
 
-  // Dropped values are 0 even where v is infinite or NaN.
-  __device__ __forceinline__ void apply(float (&v)[kPieceColumns], uint32_t kept) const {
+  // Drops or scales the values of a row. Dropped ones are 0 even where v is infinite or NaN.
+  __device__ __forceinline__ void apply(float (&v)[kPieceColumns], const Words& words) const {
+    if (!dropout.seed) {
+      return;
+    }
+    // byte >= threshold, for a byte that is shifted to the top of its word.
+    const uint32_t last_dropped = (static_cast<uint32_t>(dropout.threshold) << 24) - 1;
 #pragma unroll
     for (int j = 0; j < kPieceColumns; ++j) {
-      v[j] = kept >> j & 1 ? v[j] * dropout.keep_scale : 0.0f;
+      const bool is_kept = words.of[j / 4] << (24 - 8 * (j % 4)) > last_dropped;
+      v[j] = is_kept ? v[j] * dropout.keep_scale : 0.0f;
     }
   }
 };

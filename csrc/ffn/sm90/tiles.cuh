@@ -8,13 +8,16 @@ namespace fastattn::ffn {
 
 struct ProductArguments {
   CUtensorMap a, b;
-  int rows, columns, steps;  // steps: of 64 of the summed dimension
-  int row_tiles, column_tiles;
+  int rows, columns, steps;  // steps: of 64 of the summed dimension, in each part of a tile
+  int row_tiles, column_tiles, parts;
   Epilogue epilogue;
 };
 
 __device__ __forceinline__ int tile_count(const ProductArguments& args) {
-  return args.row_tiles * args.column_tiles;
+  return args.row_tiles * args.column_tiles * args.parts;
+}
+__device__ __forceinline__ TilePlace tile_place(const ProductArguments& args, int number) {
+  return tile_place(args.row_tiles, args.column_tiles, number);
 }
 
 }  // namespace fastattn::ffn

@@ -37,6 +37,7 @@ struct BackwardPlan {
   bool differentiates;  // some gradient needs dpre, or `activated`
   bool activates;       // w2's gradient needs the activation, which is not saved
   bool sums_dy, sums_dpre;
+  int parts_of_dw1 = 1, parts_of_dw2 = 1;
 };
 
 struct BackwardWorkspace {
@@ -45,6 +46,7 @@ struct BackwardWorkspace {
   uint16_t* activated = nullptr;  // [rows, F]
   float* dy_sums = nullptr;       // [row_tiles(rows), E]
   float* dpre_sums = nullptr;     // [row_tiles(rows), W]
+  float* parts = nullptr;         // of dw2, then of dw1: [parts, result]
 
   BackwardWorkspace(const Sizes& s, const BackwardPlan& plan, WorkspaceLayout& layout) {
     const auto take = [&](bool needed, auto*& section, int64_t count) {
@@ -57,6 +59,12 @@ struct BackwardWorkspace {
     take(plan.activates, activated, int64_t{1} * s.rows * s.F);
     take(plan.sums_dy, dy_sums, int64_t{1} * row_tiles(s.rows) * s.E);
     take(plan.sums_dpre, dpre_sums, int64_t{1} * row_tiles(s.rows) * s.W);
+    const auto parts_size = [](int parts, int rows, int columns) {
+      return parts > 1 ? int64_t{1} * parts * rows * columns : 0;
+    };
+    const int64_t of_dw1 = parts_size(plan.parts_of_dw1, s.W, s.D);
+    const int64_t of_dw2 = parts_size(plan.parts_of_dw2, s.E, s.F);
+    take(of_dw1 + of_dw2 > 0, parts, of_dw1 > of_dw2 ? of_dw1 : of_dw2);
   }
 };
 

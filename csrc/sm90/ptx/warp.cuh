@@ -1,5 +1,5 @@
-// Warp- and warpgroup-level instructions: election, register budgets, named barriers, fences
-// between proxies, matrix loads and stores and the two conversions that softmax needs.
+// Warp- and warpgroup-level instructions: election, register budgets, named barriers, prefetches,
+// fences between proxies, matrix loads and stores and the two conversions that softmax needs.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -48,6 +48,12 @@ __device__ __forceinline__ void bar_sync(int id, int threads) {
 }
 __device__ __forceinline__ void bar_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Brings the line of 128 bytes at an address in global memory into the L2 cache.
+// PTX ISA: .../#data-movement-and-conversion-instructions-prefetch-prefetchu
+__device__ __forceinline__ void prefetch_l2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
 // Orders this thread's ordinary shared-memory writes before later reads by TMA or wgmma.

@@ -101,6 +101,8 @@ SAMPLES = (
     _s("blocks", "more rows and columns than a kernel's block, with the specified bits", rows=(97,),
        D=9, hidden=520, out=513, activation="gelu", residual="same", dropout_p=0.2,
        output_dropout_p=0.1),
+    _s("many_rows", "the weights' gradients are long sums", rows=(2200,), D=40, hidden=72, out=24,
+       residual="same", dropout_p=0.2, output_dropout_p=0.1),
     _s("one_feature", "D = 1", D=1, rows=(5,), activation="gelu"),
     _s("one_hidden", "F = 1", hidden=1, rows=(5,), activation="swiglu"),
     _s("weights_transposed", "weights stored transposed", layout="weights", activation="geglu"),

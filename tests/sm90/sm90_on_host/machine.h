@@ -20,6 +20,7 @@ inline Map map_of(const CUtensorMap* map) {
 namespace fastattn::sm90::ptx {
 
 // -- warp.cuh -------------------------------------------------------------------------------------
+ON_HOST void prefetch_l2(const void*) {}
 ON_HOST uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(static_cast<const char*>(pointer) - on_host::shared);
 }

@@ -13,16 +13,6 @@ namespace fastattn::cuda {
 // The most thread blocks of a launch.
 constexpr int64_t kMaxBlocks = (int64_t{1} << 31) - 1;
 
-// Returns nullptr or an error message. Kernels loop if they need more blocks than there can be.
-template <class Kernel, class Problem>
-const char* launch(Kernel kernel, int64_t blocks, int threads, Stream stream,
-                   const Problem& problem) {
-  const int64_t most = blocks < kMaxBlocks ? blocks : kMaxBlocks;
-  kernel<<<static_cast<unsigned>(most), threads, 0, stream>>>(problem);
-  const cudaError_t error = cudaGetLastError();
-  return error ? cudaGetErrorString(error) : nullptr;
-}
-
 // The most devices that are supported.
 constexpr int kMaxDevices = 64;
 
@@ -59,6 +49,34 @@ inline cudaError_t current_device(int* index, Device* device) {
   device->multiprocessors = packed >> kCapabilityBits;
   device->capability = packed & ((1u << kCapabilityBits) - 1);
   return cudaSuccess;
+}
+
+// The bytes of shared memory of a multiprocessor of the current device.
+inline const char* shared_memory(int* bytes) {
+  int index = 0;
+  cudaError_t error = cudaGetDevice(&index);
+  error = error ? error
+                : cudaDeviceGetAttribute(bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, index);
+  return error ? cudaGetErrorString(error) : nullptr;
+}
+
+// Returns nullptr or an error message. Kernels loop if they need more blocks than there can be.
+// shared_bytes: of dynamic shared memory.
+template <class Kernel, class Problem>
+const char* launch(Kernel kernel, int64_t blocks, int threads, Stream stream,
+                   const Problem& problem, int shared_bytes = 0) {
+  const int64_t most = blocks < kMaxBlocks ? blocks : kMaxBlocks;
+  constexpr int kAlwaysAllowed = 47 << 10;
+  if (shared_bytes > kAlwaysAllowed) {
+    const cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    if (error) {
+      return cudaGetErrorString(error);
+    }
+  }
+  kernel<<<static_cast<unsigned>(most), threads, shared_bytes, stream>>>(problem);
+  const cudaError_t error = cudaGetLastError();
+  return error ? cudaGetErrorString(error) : nullptr;
 }
 
 // Lets a kernel take `bytes` of dynamic shared memory, once per device. `done` has a bit per device

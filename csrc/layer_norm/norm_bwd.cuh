@@ -10,50 +10,120 @@
 
 #include <type_traits>
 
+#include "common/cp_async.cuh"
 #include "common/cuda_launch.cuh"
 #include "layer_norm/row_tile.cuh"
 
 namespace fastattn::norm {
 
-// The columns of a thread in a strip. A warp has adjacent ones, so that the distance of a thread's
-// vectors is a constant, which loads and stores add to an address.
-template <int kWidth, int kValues>
-__device__ __forceinline__ Columns columns_of_strip(const BackwardProblem& p, int strip, int lane) {
-  const int warp = strip * p.tiling.threads / kWarp + lane / kWarp;
-  return {warp * kWarp * kValues + lane % kWarp * kWidth, kWarp * kWidth, p.columns};
+// Of the rows on their way, and in the end of the sums of a block's rows.
+__device__ __forceinline__ char* dynamic_memory() {
+  extern __shared__ __align__(16) char norm_memory[];
+  return norm_memory;
 }
 
-// What a thread has of a row's inputs; 0 where there is no such row, or no dy.
+// -- rows on their way ---------------------------------------------------------------------------
+// A thread's columns of the rows of z, dy and dz, copied into shared memory `stages` rows ahead,
+// so that memory is busy while a row is computed. A thread reads what it has copied itself. Where
+// elements are accessed one by one, they are read from global memory.
 template <class Z, int kWidth, int kValues>
-struct RowInputs {
-  Tile<Z, kWidth, kValues> z, dy;
-  float mean, rstd;
+class RowRing {
+ public:
+  static constexpr int kVectors = kValues / kWidth;
+  static constexpr bool kCopies = kWidth > 1;
 
-  // z_first, dy_first: the thread's first column of the row. columns: of dy.
-  __device__ __forceinline__ RowInputs(const BackwardProblem& p, int64_t row, const Z* z_first,
-                                       const Z* dy_first, const Columns& columns) {
-    z.load(z_first, columns);
-    dy.load(dy_first, columns);
-    mean = columns.has(0) && p.centred ? p.mean[row] : 0.0f;
-    rstd = columns.has(0) ? p.rstd[row] : 0.0f;
-  }
-  // The normalised value.
-  __device__ __forceinline__ float n(int i) const { return (z[i] - mean) * rstd; }
-};
-
-// The weights of a thread's columns, 1 if there are none.
-template <class P, int kWidth, int kValues>
-struct Weights : Tile<P, kWidth, kValues> {
-  __device__ __forceinline__ Weights(const BackwardProblem& p, const Columns& columns) {
-    if (p.weight) {
-      this->load(static_cast<const P*>(p.weight) + columns.first, columns);
-      return;
+  // row: the thread's first one.
+  __device__ __forceinline__ RowRing(const BackwardProblem& p, const Columns& columns, int64_t row)
+      : p_(p), columns_(columns) {
+    if constexpr (kCopies) {
+      const int warp = static_cast<int>(threadIdx.x) / kWarp;
+      first_ = dynamic_memory() + warp * p.stages * p.stage_bytes + threadIdx.x % kWarp * kBytes;
+      for (int ahead = 0; ahead < p.stages - 1; ++ahead) {
+        start(row + ahead * p.step, ahead);
+      }
     }
+  }
+
+  // Waits for a row, which the functions below read; the next one is `step` behind it.
+  __device__ __forceinline__ void advance_to(int64_t row) {
+    if constexpr (kCopies) {
+      const int last = p_.stages - 1;
+      start(row + last * p_.step, stage_ == 0 ? last : stage_ - 1);
+      at_ = first_ + stage_ * p_.stage_bytes;
+      stage_ = stage_ == last ? 0 : stage_ + 1;
+      if (last == 0) {
+        cuda::cp_async_wait_group<0>();
+      } else if (last == 1) {
+        cuda::cp_async_wait_group<1>();
+      } else {
+        cuda::cp_async_wait_group<kMaxStages - 1>();
+      }
+    } else {
+      row_ = row;
+    }
+  }
+  // No copies are on their way any more.
+  __device__ __forceinline__ void end() const {
+    if constexpr (kCopies) {
+      cuda::cp_async_wait_group<0>();
+    }
+  }
+  // 0 in columns that do not exist, or if there is no such row or tensor.
+  __device__ __forceinline__ Words<Z, kWidth> z(int vector) const {
+    return at(p_.z, p_.dy.columns, 0, vector);
+  }
+  __device__ __forceinline__ Words<Z, kWidth> dy(int vector) const {
+    return at(p_.dy, p_.dy.columns, 1, vector);
+  }
+  __device__ __forceinline__ Words<Z, kWidth> dz(int vector) const {
+    return at(p_.dz, p_.dz.columns, 2, vector);
+  }
+
+ private:
+  static constexpr int kBytes = 16;                             // of a vector
+  static constexpr int kVectorBytes = kWarp * kBytes;           // of a warp's
+  static constexpr int kTensorBytes = kVectors * kVectorBytes;  // of its part of a row
+
+  // Starts the copies of a row into a stage. Without dy, z is not needed: it may be infinite.
+  __device__ __forceinline__ void start(int64_t row, int stage) const {
+    char* to = first_ + stage * p_.stage_bytes;
+    copy(p_.z, row, p_.dy.columns, to);
+    copy(p_.dy, row, p_.dy.columns, to + kTensorBytes);
+    if (p_.dz.columns > 0) {
+      copy(p_.dz, row, p_.dz.columns, to + 2 * kTensorBytes);
+    }
+    cuda::cp_async_commit_group();
+  }
+  __device__ __forceinline__ void copy(const RowsView& rows, int64_t row, int columns,
+                                       char* to) const {
+    const Z* from = row_of<Z>(rows, row) + columns_.first;
+    const Columns here = columns_.of_row(row < p_.rows, columns);
 #pragma unroll
-    for (int i = 0; i < kValues; ++i) {
-      this->vectors[i / kWidth].vector.at[i % kWidth] = P(1.0f);
+    for (int v = 0; v < kVectors; ++v) {
+      cuda::cp_async(to + v * kVectorBytes, from + v * columns_.step, here.has(v));
     }
   }
+  __device__ __forceinline__ Words<Z, kWidth> at(const RowsView& rows, int columns, int tensor,
+                                                 int vector) const {
+    using Word = typename Words<Z, kWidth>::Word;
+    Words<Z, kWidth> found;
+    if constexpr (kCopies) {
+      const char* from = at_ + tensor * kTensorBytes + vector * kVectorBytes;
+      found.words[0] = *reinterpret_cast<const Word*>(from);
+    } else {
+      found.words[0] = {};
+      if (columns_.of_row(row_ < p_.rows, columns).has(vector)) {
+        load(row_of<Z>(rows, row_) + columns_.of(vector), found);
+      }
+    }
+    return found;
+  }
+
+  const BackwardProblem& p_;
+  const Columns& columns_;
+  char *first_ = nullptr, *at_ = nullptr;  // this thread's in the first stage, and in the row's
+  int stage_ = 0;                          // of the next row
+  int64_t row_ = 0;
 };
 
 // Writes a block's sums of its columns: those of its rows are added in their order.
@@ -63,7 +133,7 @@ __device__ __forceinline__ void write_partials(const BackwardProblem& p, float* 
                                                const float (&sums)[kValues]) {
   const RowsView lines = {partials, p.columns};
   if (p.tiling.rows > 1) {
-    __shared__ float shared[kShortThreads * kValues];
+    auto* shared = reinterpret_cast<float*>(dynamic_memory());
     const int width = columns_of(p.tiling);
     __syncthreads();  // the reads of the sums before
 #pragma unroll
@@ -92,117 +162,113 @@ __device__ __forceinline__ void write_partials(const BackwardProblem& p, float* 
   }
 }
 
-// Adds g and g * n of a thread's columns to sums.
-template <class Z, class P, int kWidth, int kValues>
-__device__ __forceinline__ void add_products(const BackwardProblem& p, int64_t row,
-                                             const Columns& columns, float (&sums)[2]) {
-  const RowInputs<Z, kWidth, kValues> in(p, row, row_of<Z>(p.z, row) + columns.first,
-                                         row_of<Z>(p.dy, row) + columns.first, columns);
-  const Weights<P, kWidth, kValues> weight(p, columns);
-#pragma unroll
-  for (int i = 0; i < kValues; ++i) {
-    const float g = in.dy[i] * weight[i];
-    sums[0] += g;
-    sums[1] += g * in.n(i);
-  }
-}
+// A row's statistics; 0 where there is no such row, or no dy.
+struct Statistics {
+  float mean = 0.0f, rstd = 0.0f;
 
-// kOwnDx: with a dx other than dsum, or dx_bias. The loop over rows has few instructions besides
-// the arithmetic: weights stay in registers, addresses grow by a constant, and a row or a tensor
-// that is absent has no columns, so that its loads and stores need no branch.
+  __device__ __forceinline__ Statistics(const BackwardProblem& p, int64_t row) {
+    if (row < p.rows && p.dy.columns > 0) {
+      mean = p.centred ? p.mean[row] : 0.0f;
+      rstd = p.rstd[row];
+    }
+  }
+};
+
+// kOwnDx: with a dx other than dsum, or dx_bias. A row or a tensor that is absent has no columns,
+// so that its loads and stores need no branch.
 template <class Z, class P, int kWidth, int kValues, bool kOwnDx>
-__global__ void __launch_bounds__(kWidth == kValues ? kShortThreads : kMaxThreads,
-                                  kWidth == kValues ? kShortBlocks : 1)
-    norm_bwd_kernel(const BackwardProblem p) {
+__global__ void __launch_bounds__(kMaxThreads, 1) norm_bwd_kernel(const BackwardProblem p) {
   constexpr int kVectors = kValues / kWidth;
-  const RowThread own(p.tiling);
   RowSum row_sum(p.tiling.threads);
-  const int strip = static_cast<int>(blockIdx.x) % p.strips;
-  const int line = static_cast<int>(blockIdx.x) / p.strips;
-  const auto columns_of = [&](int of) {
-    return columns_of_strip<kWidth, kValues>(p, of, own.lane);
+  const auto columns_here = [&p](int block, const RowThread& own) {
+    const int lane = block % p.strips * p.tiling.threads + own.lane;
+    return columns_of_thread<kWidth, kValues, true>(p.tiling, lane, p.columns);
   };
-  const Columns columns = columns_of(strip);
-  Weights<P, kWidth, kValues> weight(p, columns);
-  const float scale = __fdividef(1.0f, static_cast<float>(p.columns));
+  const Columns columns = columns_here(static_cast<int>(blockIdx.x), RowThread(p.tiling));
   float dweight[kValues] = {}, dbias[kValues] = {};
   float dx_bias[kOwnDx ? kValues : 1] = {};
 
-  // Starts one step before the thread's first row: the loop advances before it loads.
-  int64_t row = int64_t{line} * p.tiling.rows + own.row - p.step;
-  const auto begin_of = [&](const RowsView& rows) { return row_of<Z>(rows, row) + columns.first; };
-  Z *z = begin_of(p.z), *dy = begin_of(p.dy), *dz = begin_of(p.dz);
-  Z *dsum = begin_of(p.dsum), *dx = begin_of(p.dx);
-  const auto advance = [](Z*& at, const RowsView& rows) {
-    at = reinterpret_cast<Z*>(reinterpret_cast<char*>(at) + rows.step);
+  // As long as there are registers for them.
+  constexpr bool kKeepsWeights = sizeof(P) <= sizeof(Z);
+  Words<P, kWidth> weights[kVectors];
+  const auto load_weight = [&](int v) {
+    weights[v] = parameter<P, kWidth>(columns.has(v) ? p.weight : nullptr, columns.of(v), 1.0f);
   };
-  for (int pass = p.passes; pass > 0; --pass) {
-    row += p.step;
-    advance(z, p.z);
-    advance(dy, p.dy);
-    advance(dz, p.dz);
-    advance(dsum, p.dsum);
-    advance(dx, p.dx);
-    const auto here = [&](const Columns& of, const RowsView& rows) {
-      return of.of_row(row < p.rows, rows.columns);
-    };
-    float sums[2] = {};  // of g and g * n
-    if (p.strips == 2) {
-      // The block that computes the other strip loads it at the same time.
-      add_products<Z, P, kWidth, kValues>(p, row, here(columns_of(1 - strip), p.dy), sums);
-    }
-    const RowInputs<Z, kWidth, kValues> in(p, row, z, dy, here(columns, p.dy));
-    Tile<Z, kWidth, kValues> other;  // dz
-    if (kOwnDx) {
-      // Beside dx_bias there are no registers to keep weights in, nor for dz at the same time.
-      weight = Weights<P, kWidth, kValues>(p, columns);
-    } else if (p.dz.columns > 0) {
-      other.load(dz, here(columns, p.dz));
-    }
-    float g[kValues], n[kValues];
+  if (kKeepsWeights) {
 #pragma unroll
-    for (int i = 0; i < kValues; ++i) {
-      const float d = in.dy[i];
-      n[i] = in.n(i);
-      g[i] = d * weight[i];
-      sums[0] += g[i];
-      sums[1] += g[i] * n[i];
-      dweight[i] += d * n[i];
-      dbias[i] += d;
+    for (int v = 0; v < kVectors; ++v) {
+      load_weight(v);
     }
-    if (kOwnDx && p.dz.columns > 0) {
-      other.load(dz, here(columns, p.dz));
+  }
+
+  int64_t row = int64_t{blockIdx.x} / p.strips * p.tiling.rows + RowThread(p.tiling).row;
+  RowRing<Z, kWidth, kValues> ring(p, columns, row);
+  // As long as there are registers for the next row's.
+  constexpr bool kStatisticsAhead = kValues <= 16;
+  Statistics following(p, row);
+  for (int pass = p.passes; pass > 0; --pass, row += p.step) {
+    const Statistics of_row = kStatisticsAhead ? following : Statistics(p, row);
+    if (kStatisticsAhead) {
+      following = Statistics(p, row + p.step);
     }
-    if (p.strips <= 2) {
+    ring.advance_to(row);
+    float sums[2] = {};  // of g, and of its products with deviations from the mean
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (!kKeepsWeights) {
+        load_weight(v);
+      }
+      const Words<Z, kWidth> z = ring.z(v), dy = ring.dy(v);
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        const int i = v * kWidth + j;
+        const float d = widen(dy, j), g = d * widen(weights[v], j);
+        const float deviation = widen(z, j) - of_row.mean;
+        sums[0] += g;
+        sums[1] += g * deviation;
+        dweight[i] += d * (deviation * of_row.rstd);
+        dbias[i] += d;
+      }
+    }
+    if (p.strips == 1) {
       row_sum.add_up(sums);
-    } else if (here(columns, p.dy).has(0)) {
+    } else if (row < p.rows && p.row_sums) {
       sums[0] = p.row_sums[2 * row];
       sums[1] = p.row_sums[2 * row + 1];
     }
     // rstd * average(g) and rstd * average(g * n)
-    const float shift = p.centred ? in.rstd * scale * sums[0] : 0.0f;
-    const float slope = in.rstd * scale * sums[1];
+    const float share = __fdividef(of_row.rstd, static_cast<float>(p.columns));
+    const float shift = p.centred ? share * sums[0] : 0.0f;
+    const float slope = share * (of_row.rstd * sums[1]);
     const DroppedRow dropped(kOwnDx ? p.dropout : Dropout(), row);
+    // Inputs are read again rather than kept: registers are full of sums.
+    asm volatile("" ::: "memory");
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
+      if (!kKeepsWeights) {
+        load_weight(v);
+      }
+      const Words<Z, kWidth> z = ring.z(v), dy = ring.dy(v);
       float d[kWidth];
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
-        const int i = v * kWidth + j;
-        d[j] = in.rstd * g[i] - (n[i] * slope + shift);
+        const float g = widen(dy, j) * widen(weights[v], j);
+        const float n = (widen(z, j) - of_row.mean) * of_row.rstd;
+        d[j] = of_row.rstd * g - (n * slope + shift);
       }
       if (p.dz.columns > 0) {
+        const Words<Z, kWidth> dz = ring.dz(v);
 #pragma unroll
         for (int j = 0; j < kWidth; ++j) {
-          d[j] += other[v * kWidth + j];
+          d[j] += widen(dz, j);
         }
       }
       Vector<Z, kWidth> rounded;
       narrow(d, rounded);
-      if (here(columns, p.dsum).has(v)) {
-        store(dsum + v * columns.step, rounded);
+      if (columns.of_row(row < p.rows, p.dsum.columns).has(v)) {
+        store(p.dsum, row, columns.of(v), rounded);
       }
-      const bool has_dx = here(columns, p.dx).has(v);
+      const bool has_dx = columns.of_row(row < p.rows, p.dx.columns).has(v);
       if constexpr (kOwnDx) {
         if (dropped) {
           dropped.drop<kWidth>(d, columns.of(v));
@@ -221,35 +287,55 @@ __global__ void __launch_bounds__(kWidth == kValues ? kShortThreads : kMaxThread
           }
         }
       } else if (has_dx) {
-        store(dx + v * columns.step, rounded);
+        store(p.dx, row, columns.of(v), rounded);
       }
     }
   }
 
-  if (p.dweight.result) {
-    write_partials<kWidth>(p, p.dweight.partials, line, own, columns, dweight);
-  }
-  if (p.dbias.result) {
-    write_partials<kWidth>(p, p.dbias.partials, line, own, columns, dbias);
-  }
-  if constexpr (kOwnDx) {
-    if (p.dx_bias.result) {
-      write_partials<kWidth>(p, p.dx_bias.partials, line, own, columns, dx_bias);
+  ring.end();
+  // Computed again, as the loop has no registers left: `block` hides that from the compiler.
+  int block = static_cast<int>(blockIdx.x);
+  asm volatile("" : "+r"(block));
+  const RowThread own(p.tiling);
+  const Columns written = columns_here(block, own);
+  const auto write = [&](const ParameterGradient& gradient, const auto& sums) {
+    if (gradient.result) {
+      write_partials<kWidth>(p, gradient.partials, block / p.strips, own, written, sums);
     }
+  };
+  write(p.dweight, dweight);
+  write(p.dbias, dbias);
+  if constexpr (kOwnDx) {
+    write(p.dx_bias, dx_bias);
   }
 }
 
-// The sums of g and g * n along rows of more than two strips, before the kernel above. A thread
+// These sums along rows of more than one strip, before the kernel above. A thread
 // block computes a row.
 template <class Z, class P, int kWidth, int kValues>
 __global__ void __launch_bounds__(kMaxThreads, 1) norm_row_sums_kernel(const BackwardProblem p) {
   const RowThread own(p.tiling);
   RowSum row_sum(p.tiling.threads);
   for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
+    const Statistics of_row(p, row);
     float sums[2] = {};
     for (int strip = 0; strip < p.strips; ++strip) {
-      const Columns columns = columns_of_strip<kWidth, kValues>(p, strip, own.lane);
-      add_products<Z, P, kWidth, kValues>(p, row, columns, sums);
+      const Columns columns = columns_of_thread<kWidth, kValues, true>(
+          p.tiling, strip * p.tiling.threads + own.lane, p.columns);
+      Tile<Z, kWidth, kValues> z, dy;
+      z.load(row_of<Z>(p.z, row) + columns.first, columns);
+      dy.load(row_of<Z>(p.dy, row) + columns.first, columns);
+#pragma unroll
+      for (int v = 0; v < kValues / kWidth; ++v) {
+        const auto weight =
+            parameter<P, kWidth>(columns.has(v) ? p.weight : nullptr, columns.of(v), 1.0f);
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) {
+          const float g = dy[v * kWidth + j] * widen(weight, j);
+          sums[0] += g;
+          sums[1] += g * (z[v * kWidth + j] - of_row.mean);
+        }
+      }
     }
     row_sum.add_up(sums);
     if (threadIdx.x == 0) {
@@ -261,37 +347,45 @@ __global__ void __launch_bounds__(kMaxThreads, 1) norm_row_sums_kernel(const Bac
 
 // -- launch --------------------------------------------------------------------------------------
 template <DType kType, DType kParameterType>
-const char* norm_bwd(const BackwardProblem& p, cuda::Stream stream) {
+const char* norm_bwd(const BackwardProblem& problem, cuda::Stream stream) {
   using Z = typename TypeOf<kType>::Element;
   using P = typename TypeOf<kParameterType>::Element;
   constexpr int kVector = vector_width(kType);
-  constexpr int kValues = backward_values(kType, true), kSingles = backward_values(kType, false);
-  const auto run = [&](auto kernel, int64_t blocks) {
-    return cuda::launch(kernel, blocks, threads_of(p.tiling), stream, p);
-  };
-  const bool vectors = p.tiling.width > 1;
-  const char* failure = nullptr;
-  if (p.row_sums) {
-    failure = vectors ? run(norm_row_sums_kernel<Z, P, kVector, kValues>, p.rows)
-                      : run(norm_row_sums_kernel<Z, P, 1, kSingles>, p.rows);
-    if (failure) {
+  constexpr int kValues = backward_values(kType, kParameterType, true, false);
+  constexpr int kOwnValues = backward_values(kType, kParameterType, true, true);
+  constexpr int kSingles = backward_values(kType, kParameterType, false, false);
+  BackwardProblem p = problem;
+  int shared_bytes = threads_of(p.tiling) * kSingles * static_cast<int>(sizeof(float));
+  if (p.tiling.width > 1) {
+    int most = 0;
+    if (const char* failure = cuda::shared_memory(&most)) {
       return failure;
     }
+    shared_bytes = plan_ring(p, most);
   }
-  const auto run_bwd = [&](auto kernel, auto kernel_with_own_dx) {
-    const int64_t blocks = int64_t{p.lines} * p.strips;
-    return p.has_own_dx() ? run(kernel_with_own_dx, blocks) : run(kernel, blocks);
+  const auto run = [&](auto kernel, int64_t blocks, int shared) {
+    return cuda::launch(kernel, blocks, threads_of(p.tiling), stream, p, shared);
   };
-  if (!vectors) {
-    failure = run_bwd(norm_bwd_kernel<Z, P, 1, kSingles, false>,
-                      norm_bwd_kernel<Z, P, 1, kSingles, true>);
-  } else if (p.tiling.values == kVector) {
-    failure = run_bwd(norm_bwd_kernel<Z, P, kVector, kVector, false>,
-                      norm_bwd_kernel<Z, P, kVector, kVector, true>);
-  } else {
-    failure = run_bwd(norm_bwd_kernel<Z, P, kVector, kValues, false>,
-                      norm_bwd_kernel<Z, P, kVector, kValues, true>);
+  // Without and with a dx of its own.
+  const auto run_either = [&](auto kernel, auto kernel_with_dx) {
+    const int64_t blocks = int64_t{p.lines} * p.strips;
+    return p.has_own_dx() ? run(kernel_with_dx, blocks, shared_bytes)
+                          : run(kernel, blocks, shared_bytes);
+  };
+  const bool singles = p.tiling.width == 1;
+  const char* failure = nullptr;
+  if (p.row_sums) {
+    failure = singles          ? run(norm_row_sums_kernel<Z, P, 1, kSingles>, p.rows, 0)
+              : p.has_own_dx() ? run(norm_row_sums_kernel<Z, P, kVector, kOwnValues>, p.rows, 0)
+                               : run(norm_row_sums_kernel<Z, P, kVector, kValues>, p.rows, 0);
   }
+  if (failure) {
+    return failure;
+  }
+  failure = singles ? run_either(norm_bwd_kernel<Z, P, 1, kSingles, false>,
+                                 norm_bwd_kernel<Z, P, 1, kSingles, true>)
+                    : run_either(norm_bwd_kernel<Z, P, kVector, kValues, false>,
+                                 norm_bwd_kernel<Z, P, kVector, kOwnValues, true>);
   return failure ? failure : sum_partials(p, stream);
 }
 

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 
 #include "common/cuda_stream.h"
 #include "common/dtype.h"
@@ -74,47 +75,48 @@ inline int power_of_two(int64_t at_least) {
 }
 
 // As many threads as a row needs with `values` columns each. One warp or less shares its block with
-// other rows.
+// other rows. Elements that are accessed one by one: a warp accesses adjacent ones before a thread
+// has a second one.
 inline Tiling tiling_of(int64_t columns, int width, int values) {
   int threads = power_of_two(ceil_div(columns, values));
-  if (width == 1) {  // so that a warp accesses adjacent elements
-    const int adjacent = power_of_two(columns);
-    threads = threads > kWarp ? threads : adjacent < kWarp ? adjacent : kWarp;
+  if (width == 1 && threads < kWarp) {
+    threads = power_of_two(columns < kWarp ? columns : kWarp);
   }
   threads = threads < kMaxThreads ? threads : kMaxThreads;
   return {width, values, threads, threads > kWarp ? 1 : kShortThreads / threads};
 }
 
-// Forward: rows of up to 512 threads x 32 values are in registers. Longer ones are processed in
+// A thread has 64 bytes of each of a row's tensors, or a number of elements that are accessed one
+// by one, for which it needs a register and an address each.
+constexpr int kThreadBytes = 64;
+// Forward: rows of up to 512 threads x these values are in registers. Longer ones are processed in
 // parts of that size, and read again for the result.
-constexpr int kForwardValues = 32;
-// Short rows, so that every thread of a block has something to load.
-constexpr int kShortValues = 8;
-constexpr int kShortColumns = 256;
-// Elements that are accessed one by one need a register and an address each.
-constexpr int kSingleValues = 16;
+FASTATTN_PURE int forward_values(DType type, bool vectors) {
+  constexpr int kSingles = 16;
+  return vectors ? kThreadBytes / bytes_of(type) : kSingles;
+}
+// Backward: a thread also has weights, and the sums of its columns' parameter gradients, in
+// registers: of two parameters, or with `own_dx` of three.
+FASTATTN_PURE int backward_values(DType type, DType parameter_type, bool vectors, bool own_dx) {
+  constexpr int kSingles = 8, kMostOfThree = 16;
+  const int values = kThreadBytes / bytes_of(type);
+  const bool fewer = own_dx || parameter_type != type;
+  return !vectors ? kSingles : fewer && values > kMostOfThree ? kMostOfThree : values;
+}
+// Rows that are on their way to shared memory at the same time.
+constexpr int kMaxStages = 3;
 
 inline Tiling forward_tiling(int64_t columns, DType type, bool vectors) {
-  if (!vectors) {
-    return tiling_of(columns, 1, kSingleValues);
-  }
-  return tiling_of(columns, vector_width(type),
-                   columns <= kShortColumns ? kShortValues : kForwardValues);
+  return tiling_of(columns, vectors ? vector_width(type) : 1, forward_values(type, vectors));
 }
-
-// Backward: 32 bytes of each of a row's tensors, 16 of short rows. A thread also has the sums of
-// its columns' parameter gradients in registers, of up to three parameters.
-FASTATTN_PURE int backward_values(DType type, bool vectors) {
-  constexpr int kBytes = 32, kSingles = 8;
-  return vectors ? kBytes / bytes_of(type) : kSingles;
+inline Tiling backward_tiling(int64_t columns, DType type, DType parameter_type, bool vectors,
+                              bool own_dx) {
+  return tiling_of(columns, vectors ? vector_width(type) : 1,
+                   backward_values(type, parameter_type, vectors, own_dx));
 }
-// Thread blocks of a multiprocessor if a warp has a row, or several, with a vector of each thread.
-constexpr int kShortBlocks = 6;
-
-inline Tiling backward_tiling(int64_t columns, DType type, bool vectors) {
-  const int width = vectors ? vector_width(type) : 1;
-  const bool is_short = vectors && columns <= kWarp * width;
-  return tiling_of(columns, width, is_short ? width : backward_values(type, vectors));
+// Whether a warp has several rows, in vectors.
+FASTATTN_PURE bool is_short(const Tiling& tiling) {
+  return tiling.width > 1 && tiling.threads < kWarp;
 }
 
 // -- problems ------------------------------------------------------------------------------------
@@ -160,8 +162,10 @@ struct BackwardProblem {
   int strips;       // of columns_of(tiling): a thread block computes one of each of its rows
   int lines;        // thread blocks of a strip, each of which loops over rows
   int passes;       // of that loop: in the last one a thread may have no row
+  int stages;       // of the rows' way through shared memory, up to kMaxStages
+  int stage_bytes;  // of a warp's part of a row, of all tensors
   int64_t step;     // from a row of a thread to its next
-  float* row_sums;  // [rows][2]: the sums along rows, if there are more than two strips
+  float* row_sums;  // [rows][2]: the sums along rows, if there is more than one strip
 
   // Whether dx differs from dsum, or is summed.
   bool has_own_dx() const {
@@ -169,13 +173,11 @@ struct BackwardProblem {
   }
 };
 
-// As many thread blocks as the GPU can run at the same time: kernels may take 128 registers, those
-// of one vector 80.
+// As many thread blocks as the GPU can run at the same time, with 128 registers a thread.
 inline void plan_backward(BackwardProblem& p, bool vectors, int num_sms) {
-  p.tiling = backward_tiling(p.columns, p.type, vectors);
+  p.tiling = backward_tiling(p.columns, p.type, p.parameter_type, vectors, p.has_own_dx());
   p.strips = static_cast<int>(ceil_div(p.columns, columns_of(p.tiling)));
-  const int blocks =
-      p.tiling.width == p.tiling.values ? kShortBlocks : kMaxThreads / threads_of(p.tiling);
+  const int blocks = kMaxThreads / threads_of(p.tiling);
   const int64_t resident = int64_t{num_sms} * blocks / p.strips;
   const int64_t most = ceil_div(p.rows, p.tiling.rows);
   p.lines = static_cast<int>(most < resident ? most : resident > 1 ? resident : 1);
@@ -190,13 +192,26 @@ inline void plan_backward(BackwardProblem& p, bool vectors, int num_sms) {
   }
 }
 
+// As many stages as the shared memory of a multiprocessor has room for. Returns the bytes of a
+// thread block.
+inline int plan_ring(BackwardProblem& p, int shared_memory) {
+  constexpr int kOther = 1024 + 512;  // of a thread block: CUDA's, and of sums along rows
+  const int tensors = p.dz.data ? 3 : 2;
+  p.stage_bytes = kWarp * tensors * p.tiling.values * bytes_of(p.type);
+  const int of_stage = threads_of(p.tiling) / kWarp * p.stage_bytes;
+  const int of_block = shared_memory / (kMaxThreads / threads_of(p.tiling)) - kOther;
+  const int fitting = of_block / of_stage;
+  p.stages = fitting < 1 ? 1 : fitting < kMaxStages ? fitting : kMaxStages;
+  return p.stages * of_stage;
+}
+
 inline void lay_out(BackwardProblem& p, WorkspaceLayout& layout) {
   for (ParameterGradient* gradient : {&p.dweight, &p.dbias, &p.dx_bias}) {
     if (gradient->result) {
       gradient->partials = layout.take<float>(int64_t{p.lines} * p.columns);
     }
   }
-  p.row_sums = p.strips > 2 && p.dy.data ? layout.take<float>(2 * p.rows) : nullptr;
+  p.row_sums = p.strips > 1 && p.dy.data ? layout.take<float>(2 * p.rows) : nullptr;
 }
 
 // -- launches ------------------------------------------------------------------------------------

@@ -50,34 +50,24 @@ __device__ __forceinline__ void add_residual(const ForwardProblem& p, int64_t ro
   }
 }
 
+// y = (deviation * rstd + shift) * weight + bias
 template <class Z, class P, int kWidth, int kValues>
 __device__ __forceinline__ void store_result(const ForwardProblem& p, int64_t row,
-                                             const Columns& columns, float mean, float rstd,
-                                             const Tile<Z, kWidth, kValues>& z) {
+                                             const Columns& columns, float rstd, float shift,
+                                             const float (&deviations)[kValues]) {
   Z* y_first = row_of<Z>(p.y, row) + columns.first;
 #pragma unroll
-  for (int v = 0; v < z.kVectors; ++v) {
+  for (int v = 0; v < kValues / kWidth; ++v) {
     if (!columns.has(v)) {
       continue;
     }
+    const auto weight = parameter<P, kWidth>(p.weight, columns.of(v), 1.0f);
+    const auto bias = parameter<P, kWidth>(p.bias, columns.of(v), 0.0f);
     float values[kWidth];
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
-      values[i] = (z[v * kWidth + i] - mean) * rstd;
-    }
-    if (p.weight) {
-      const auto weight = load_constant<P, kWidth>(p.weight, columns.of(v));
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i) {
-        values[i] *= widen(weight, i);
-      }
-    }
-    if (p.bias) {
-      const auto bias = load_constant<P, kWidth>(p.bias, columns.of(v));
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i) {
-        values[i] += widen(bias, i);
-      }
+      const float n = fmaf(deviations[v * kWidth + i], rstd, shift);
+      values[i] = fmaf(n, widen(weight, i), widen(bias, i));
     }
     Vector<Z, kWidth> y;
     narrow(values, y);
@@ -85,90 +75,107 @@ __device__ __forceinline__ void store_result(const ForwardProblem& p, int64_t ro
   }
 }
 
+// kShort: of which a warp has several (is_short). kLong: longer than the registers of a block are
+// many. Then the statistics of their parts are merged (Chan, Golub and LeVeque 1979), and all parts
+// but the last are read again.
+enum class RowLength { kShort, kNormal, kLong };
+
 // Resident blocks: while one waits for a row or for its sum, the other loads and stores. The
 // kernels that are not listed would spill.
-template <class Z, int kWidth, int kValues, bool kAdd>
-constexpr int kForwardBlocks = kValues == kShortValues                 ? 10
-                               : kWidth > 1 && sizeof(Z) == 2 && !kAdd ? 2
-                                                                       : 1;
+template <class Z, class P, int kWidth, bool kAdd, RowLength kLength>
+constexpr int kForwardBlocks = kWidth > 1 && sizeof(Z) == 2 && !kAdd &&
+                                       (kLength != RowLength::kLong || sizeof(P) == sizeof(Z))
+                                   ? 2
+                                   : 1;
 
-// A row is one part, unless it is longer than the registers of a block are many: then the parts'
-// statistics are merged (Chan, Golub and LeVeque 1979), and all parts but the last are read again.
-template <class Z, class P, int kWidth, int kValues, bool kAdd>
-__global__ void __launch_bounds__(kValues == kShortValues ? kShortThreads : kMaxThreads,
-                                  kForwardBlocks<Z, kWidth, kValues, kAdd>)
+template <class Z, class P, int kWidth, int kValues, bool kAdd, RowLength kLength>
+__global__ void __launch_bounds__(kMaxThreads, kForwardBlocks<Z, P, kWidth, kAdd, kLength>)
     norm_fwd_kernel(const ForwardProblem p) {
+  constexpr bool kParts = kLength == RowLength::kLong;
   const RowThread own(p.tiling);
   RowSum row_sum(p.tiling.threads);
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * p.tiling.rows + own.row;
   const int part = columns_of(p.tiling);
-  for (int64_t first = static_cast<int64_t>(blockIdx.x) * p.tiling.rows; first < p.rows;
-       first += static_cast<int64_t>(gridDim.x) * p.tiling.rows) {
-    const int64_t row = first + own.row;
-    const bool is_there = row < p.rows;
-    const auto columns_from = [&](int begin) {
-      const Columns all = {begin + own.lane * kWidth, p.tiling.threads * kWidth, p.columns};
-      return all.of_row(is_there, p.columns);
-    };
+  Columns columns = columns_of_thread<kWidth, kValues, kLength == RowLength::kShort>(
+      p.tiling, own.lane, row < p.rows ? p.columns : 0);
+  // From the mean of the last part as it was added up, and that from `mean`.
+  float deviations[kValues], shift = 0.0f;
+  float mean = 0.0f, squares = 0.0f;  // of the parts so far
+  const auto load = [&](const RowsView& rows) {
     Tile<Z, kWidth, kValues> z;
-    float mean = 0.0f, squares = 0.0f;  // of the parts so far
-    for (int begin = 0; begin < p.columns; begin += part) {
-      const Columns columns = columns_from(begin);
-      if constexpr (kAdd) {
-        add_residual<Z, P>(p, row, columns, z);
-      } else {
-        z.load(row_of<Z>(p.x, row) + columns.first, columns);
-      }
-      const int count_here = begin + part < p.columns ? part : p.columns - begin;
-      const float count = static_cast<float>(count_here);
-      float part_mean = 0.0f;
-      if (p.centred) {
-        float total[1] = {};
-#pragma unroll
-        for (int i = 0; i < kValues; ++i) {
-          total[0] += z[i];
-        }
-        row_sum.add_up(total);
-        part_mean = __fdividef(total[0], count);
-      }
-      // The deviations' own sum corrects the rounding of the mean.
-      float deviations[2] = {};  // their sum, and that of their squares
+    z.load(row_of<Z>(rows, row) + columns.first, columns);
+    return z;
+  };
+  int begin = 0;
+  while (true) {
+    Tile<Z, kWidth, kValues> z;
+    if constexpr (kAdd) {
+      add_residual<Z, P>(p, row, columns, z);
+    } else {
+      z = load(p.x);
+    }
+    const int count = kParts && begin + part < p.columns ? part : p.columns - begin;
+    const float scale = __fdividef(1.0f, static_cast<float>(count));
+    float part_mean = 0.0f;
+    if (p.centred) {
+      float total[1] = {};
 #pragma unroll
       for (int i = 0; i < kValues; ++i) {
-        // z is 0 in columns that do not exist.
-        const float deviation = z[i] - (columns.has(i / kWidth) ? part_mean : 0.0f);
-        deviations[0] += deviation;
-        deviations[1] += deviation * deviation;
+        total[0] += z[i];
       }
-      row_sum.add_up(deviations);
-      if (p.centred) {
-        const float correction = __fdividef(deviations[0], count);
-        part_mean += correction;
-        deviations[1] -= correction * deviations[0];
-      }
-      const float before = static_cast<float>(begin);
-      const float share = begin == 0 ? 1.0f : __fdividef(count, before + count);
-      const float delta = part_mean - mean;
-      mean += delta * share;
-      squares += deviations[1] + delta * delta * before * share;
+      row_sum.add_up(total);
+      part_mean = total[0] * scale;
     }
+    float sums[2] = {};  // of the deviations and of their squares
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      // z is 0 in columns that do not exist.
+      deviations[i] = z[i] - (columns.has(i / kWidth) ? part_mean : 0.0f);
+      sums[0] += deviations[i];
+      sums[1] = fmaf(deviations[i], deviations[i], sums[1]);
+    }
+    row_sum.add_up(sums);
+    // The deviations' own sum corrects the rounding of the mean.
+    const float correction = p.centred ? sums[0] * scale : 0.0f;
+    sums[1] -= correction * sums[0];
+    if (!kParts) {
+      mean = part_mean + correction;
+      squares = sums[1];
+      shift = -correction;
+      break;
+    }
+    const float before = static_cast<float>(begin);
+    const float share = __fdividef(static_cast<float>(count), before + static_cast<float>(count));
+    const float delta = part_mean + correction - mean;
+    mean += delta * share;
+    squares += sums[1] + delta * delta * before * share;
+    shift = part_mean - mean;
+    if (begin + part >= p.columns) {
+      break;
+    }
+    begin += part;
+    columns.first += part;
+  }
 
-    const float variance = __fdividef(squares, static_cast<float>(p.columns));
-    // Rounding may make it negative. Not fmaxf, which returns 0 for NaN.
-    const float rstd = rsqrtf((variance < 0.0f ? 0.0f : variance) + p.eps);
-    if (own.lane == 0 && is_there) {
-      p.rstd[row] = rstd;
-      if (p.centred) {
-        p.mean[row] = mean;
-      }
+  const float variance = __fdividef(squares, static_cast<float>(p.columns));
+  // Rounding may make it negative. Not fmaxf, which returns 0 for NaN.
+  const float rstd = rsqrtf((variance < 0.0f ? 0.0f : variance) + p.eps);
+  if (own.lane == 0 && row < p.rows) {
+    p.rstd[row] = rstd;
+    if (p.centred) {
+      p.mean[row] = mean;
     }
-    const int last_part = (p.columns - 1) & -part;  // part: a power of two
-    for (int begin = last_part; begin >= 0; begin -= part) {
-      const Columns columns = columns_from(begin);
-      if (begin < last_part) {
-        z.load(row_of<Z>(kAdd ? p.z : p.x, row) + columns.first, columns);
-      }
-      store_result<Z, P>(p, row, columns, mean, rstd, z);
+  }
+  store_result<Z, P, kWidth>(p, row, columns, rstd, shift * rstd, deviations);
+  while (kParts && begin > 0) {
+    begin -= part;
+    columns.first -= part;
+    const auto z = load(kAdd ? p.z : p.x);
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      deviations[i] = z[i] - mean;
     }
+    store_result<Z, P, kWidth>(p, row, columns, rstd, 0.0f, deviations);
   }
 }
 
@@ -182,16 +189,27 @@ const char* norm_fwd(const ForwardProblem& p, cuda::Stream stream) {
   const auto run = [&](auto kernel) {
     return cuda::launch(kernel, ceil_div(p.rows, p.tiling.rows), threads_of(p.tiling), stream, p);
   };
+  // Without and with a residual.
+  const auto run_either = [&](auto kernel, auto adding_kernel) {
+    return adds ? run(adding_kernel) : run(kernel);
+  };
+  constexpr int kValues = forward_values(kType, true), kSingles = forward_values(kType, false);
+  constexpr auto kShort = RowLength::kShort, kNormal = RowLength::kNormal, kLong = RowLength::kLong;
+  const bool is_long = columns_of(p.tiling) < p.columns;
   if (p.tiling.width == 1) {
-    return adds ? run(norm_fwd_kernel<Z, P, 1, kSingleValues, true>)
-                : run(norm_fwd_kernel<Z, P, 1, kSingleValues, false>);
+    return is_long ? run_either(norm_fwd_kernel<Z, P, 1, kSingles, false, kLong>,
+                                norm_fwd_kernel<Z, P, 1, kSingles, true, kLong>)
+                   : run_either(norm_fwd_kernel<Z, P, 1, kSingles, false, kNormal>,
+                                norm_fwd_kernel<Z, P, 1, kSingles, true, kNormal>);
   }
-  if (p.tiling.values == kShortValues) {
-    return adds ? run(norm_fwd_kernel<Z, P, kVector, kShortValues, true>)
-                : run(norm_fwd_kernel<Z, P, kVector, kShortValues, false>);
+  if (is_short(p.tiling)) {
+    return run_either(norm_fwd_kernel<Z, P, kVector, kValues, false, kShort>,
+                      norm_fwd_kernel<Z, P, kVector, kValues, true, kShort>);
   }
-  return adds ? run(norm_fwd_kernel<Z, P, kVector, kForwardValues, true>)
-              : run(norm_fwd_kernel<Z, P, kVector, kForwardValues, false>);
+  return is_long ? run_either(norm_fwd_kernel<Z, P, kVector, kValues, false, kLong>,
+                              norm_fwd_kernel<Z, P, kVector, kValues, true, kLong>)
+                 : run_either(norm_fwd_kernel<Z, P, kVector, kValues, false, kNormal>,
+                              norm_fwd_kernel<Z, P, kVector, kValues, true, kNormal>);
 }
 
 }  // namespace fastattn::norm

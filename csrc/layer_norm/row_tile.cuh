@@ -124,12 +124,31 @@ __device__ __forceinline__ Words<T, kWidth> load_constant(const void* data, int 
   return loaded;
 }
 
+// Values of a parameter, or `absent` if there is none.
+template <class T, int kWidth>
+__device__ __forceinline__ Words<T, kWidth> parameter(const void* data, int column, float absent) {
+  if (data) {
+    return load_constant<T, kWidth>(data, column);
+  }
+  Words<T, kWidth> filled;
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) {
+    filled.vector.at[i] = T(absent);
+  }
+  return filled;
+}
+
 template <class T, int kWidth>
 __device__ __forceinline__ float widen(const Words<T, kWidth>& words, int i) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16> && kWidth > 1) {
-    // The upper half of an fp32: one instruction, where a conversion may be two.
+  // From the words, so that the compiler keeps two 16-bit elements in a register.
+  if constexpr (sizeof(T) == 2 && kWidth > 1) {
     const uint32_t pair = words.pairs[i / 2];
-    return __uint_as_float(i % 2 ? pair & 0xffff0000u : pair << 16);
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      // The upper half of an fp32: one instruction, where a conversion may be two.
+      return __uint_as_float(i % 2 ? pair & 0xffff0000u : pair << 16);
+    } else {
+      return widen(__half(__half_raw{static_cast<unsigned short>(i % 2 ? pair >> 16 : pair)}));
+    }
   }
   return widen(words.vector.at[i]);
 }
@@ -170,6 +189,14 @@ struct Columns {
   __device__ __forceinline__ bool has(int vector) const { return of(vector) < end; }
 };
 
+// The columns before `end` of a thread: a warp has adjacent ones. Unless a row may be short
+// (is_short), the distance of a thread's vectors is a constant, which is added to an address.
+template <int kWidth, int kValues, bool kMayBeShort>
+__device__ __forceinline__ Columns columns_of_thread(const Tiling& tiling, int lane, int end) {
+  const int lanes = kMayBeShort && is_short(tiling) ? tiling.threads : kWarp;
+  return {lane / lanes * lanes * kValues + lane % lanes * kWidth, lanes * kWidth, end};
+}
+
 template <class T>
 __device__ __forceinline__ T* row_of(const RowsView& rows, int64_t row) {
   return static_cast<T*>(rows.data) + row * rows.stride;
@@ -191,6 +218,16 @@ struct Tile {
       }
       if (columns.has(v)) {
         norm::load(first + v * columns.step, vectors[v]);
+      }
+    }
+  }
+  // Hides the values of 16-bit elements from the compiler, so that it computes what follows from
+  // the packed pairs instead of keeping earlier results in registers.
+  __device__ __forceinline__ void forget() {
+    if constexpr (sizeof(T) == 2 && kWidth > 1) {
+#pragma unroll
+      for (int i = 0; i < kValues / 2; ++i) {
+        asm volatile("" : "+r"(vectors[2 * i / kWidth].pairs[i % (kWidth / 2)]));
       }
     }
   }

@@ -7,10 +7,10 @@
 
 namespace fastattn::norm {
 
-// A thread block adds the lines of as many columns as a warp has lanes: each warp every 16th line,
-// then one warp the sums of all.
-constexpr int kSumColumns = 32, kSumWarps = 16;
-constexpr int kSumThreads = kSumColumns * kSumWarps;
+// A thread block adds the lines of 8 columns, 32 bytes: 64 threads for each column, of which the
+// first one adds the sums of all.
+constexpr int kSumColumns = 8, kSumLines = 64;
+constexpr int kSumThreads = kSumColumns * kSumLines;
 
 struct SumProblem {
   ParameterGradient gradients[3];
@@ -21,21 +21,21 @@ __global__ void __launch_bounds__(kSumThreads)
     sum_partials_kernel(const __grid_constant__ SumProblem p) {
   const ParameterGradient& gradient = p.gradients[blockIdx.x / p.blocks];
   const int lane = static_cast<int>(threadIdx.x) % kSumColumns;
-  const int warp = static_cast<int>(threadIdx.x) / kSumColumns;
+  const int first = static_cast<int>(threadIdx.x) / kSumColumns;
   const int64_t column = static_cast<int64_t>(blockIdx.x % p.blocks) * kSumColumns + lane;
   float sum = 0.0f;
   if (column < p.columns) {
 #pragma unroll 8
-    for (int line = warp; line < p.lines; line += kSumWarps) {
+    for (int line = first; line < p.lines; line += kSumLines) {
       sum += gradient.partials[int64_t{line} * p.columns + column];
     }
   }
-  __shared__ float shared[kSumWarps][kSumColumns];
-  shared[warp][lane] = sum;
+  __shared__ float shared[kSumLines][kSumColumns];
+  shared[first][lane] = sum;
   __syncthreads();
-  if (warp == 0 && column < p.columns) {
+  if (first == 0 && column < p.columns) {
     float total[1] = {};
-    for (int other = 0; other < kSumWarps; ++other) {
+    for (int other = 0; other < kSumLines; ++other) {
       total[0] += shared[other][lane];
     }
     with_type(gradient.type, [&](auto element) {

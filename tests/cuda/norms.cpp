@@ -14,6 +14,8 @@ using namespace fastattn;
 using namespace fastattn::norm;
 
 namespace fastattn::norm {
+thread_local char norm_memory[227 << 10] __attribute__((aligned(16)));
+
 const char* sum_partials(const BackwardProblem& problem, cuda::Stream stream) {
   return run_sum_partials(problem, stream);
 }

@@ -7,9 +7,11 @@ and workspace lie before inaccessible pages.
 
 import ctypes
 import functools
+import itertools
 import mmap
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import norms_on_host as on_host
@@ -17,6 +19,7 @@ import pytest
 import torch
 from norms_on_host import Tiling
 from sm90_on_host.build import Machine, missing
+from sm90_plans.shim import compiled
 from torch import Tensor
 
 import fastattn
@@ -266,11 +269,38 @@ def _backward(rows: int, N: int, dtype: torch.dtype, add: bool = False) -> None:
         cuda.layer_norm_bwd(call, x, w, w)
 
 
+def test_rows_on_their_way_fit(tmp_path: Path) -> None:
+    """All thread blocks that a multiprocessor can run share its memory, 3 KB of which they need
+    otherwise.
+    """
+    source = """#include "layer_norm/norm_cuda.h"
+using namespace fastattn;
+extern "C" int plan(int columns, bool is_float, bool has_dz, int shared_memory, int* stages) {
+  norm::BackwardProblem p = {};
+  p.type = p.parameter_type = is_float ? DType::kFloat32 : DType::kBFloat16;
+  p.columns = columns;
+  p.rows = 1000;
+  p.dy.data = p.z.data = &p;
+  p.dz.data = has_dz ? &p : nullptr;
+  norm::plan_backward(p, true, 132);
+  const int bytes = norm::plan_ring(p, shared_memory);
+  *stages = p.stages;
+  return (bytes + 1536) * (norm::kMaxThreads / norm::threads_of(p.tiling));
+}"""
+    plan, stages = compiled(tmp_path, source).plan, ctypes.c_int()
+    for columns, is_float, has_dz in itertools.product((8, 512, 1024, 4096, 16384), (0, 1), (0, 1)):
+        for kilobytes, expected in ((100, 1), (164, 1 if has_dz else 2), (228, 2 if has_dz else 3)):
+            used = plan(
+                columns, bool(is_float), bool(has_dz), kilobytes << 10, ctypes.byref(stages)
+            )
+            assert stages.value == expected and used <= kilobytes << 10
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("N", [1, 8, 24, 100, 256, 257, 260, 512, 768, 1024, 4096, 16384, 100_000])
 def test_tilings(tilings: list[Tiling], N: int, dtype: torch.dtype) -> None:
     """The registers of a row's threads hold the whole row, if a block can have enough threads, and
-    the tiling of a row does not depend on the number of rows. Registers hold 16384 columns.
+    the tiling of a row does not depend on the number of rows. Registers hold 32 KB of a row.
     """
     for launch in (_forward, _backward, partial(_backward, add=True)):
         tilings.clear()
@@ -284,7 +314,7 @@ def test_tilings(tilings: list[Tiling], N: int, dtype: torch.dtype) -> None:
         assert t.threads & (t.threads - 1) == 0 and t.threads * t.rows <= 512
         assert t.threads * t.values >= N or t.threads == 512
         assert t.threads < 2 or t.threads == 512 or t.threads * t.values < 2 * max(N, 32 * t.values)
-        if launch is _forward and t.width > 1 and N <= 16384:
+        if launch is _forward and t.width > 1 and N * dtype.itemsize <= 1 << 15:
             assert t.threads * t.values >= N
         assert t.strips == (1 if launch is _forward else -(-N // (t.threads * t.values)))
 

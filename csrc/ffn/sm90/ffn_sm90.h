@@ -100,7 +100,8 @@ constexpr int row_tiles(int rows) {
 // The gradient of a weight sums over the rows of a batch and may have fewer tiles than a GPU has
 // multiprocessors. Then each tile is computed in parts, of some of the steps each, which
 // sum_columns adds. Their number is the one of the shortest time: waves of tiles times steps, and
-// the additions, which take as long as kAdditionSteps. It is the same on every GPU, and so are bits.
+// the additions, which take as long as kAdditionSteps. It is the same on every GPU, and so are
+// bits.
 constexpr int kDwColumns = 256;
 constexpr int kMostParts = 8;
 constexpr int parts_of_dw(const ProductShape& shape) {

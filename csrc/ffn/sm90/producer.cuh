@@ -29,8 +29,7 @@ __device__ __forceinline__ void load_tiles(SharedStorage<Traits>& shared,
       full.arrive_expect_bytes(Shared::TileA::kBytes + Shared::TileB::kBytes);
       shared.a[slot].load(&args.a, full, row, depth, 1, 0, ptx::kEvictNormal);
       // The rows of up begin `columns` behind those of the gate.
-      shared.b[slot].load(&args.b, full, column, depth, kBoxes, args.columns,
-                          ptx::kEvictLast);
+      shared.b[slot].load(&args.b, full, column, depth, kBoxes, args.columns, ptx::kEvictLast);
       at.advance();
     }
     group ^= Traits::kPingPong ? 1 : 0;

@@ -21,8 +21,7 @@ FASTATTN_PURE TilePlace tile_place(int row_tiles, int column_tiles, int number) 
   const int left = row_tiles - group * kGroupTiles;
   const int height = left < kGroupTiles ? left : kGroupTiles;
   const int column = within / height;
-  return {group * kGroupTiles + within - column * height, column,
-          part};
+  return {group * kGroupTiles + within - column * height, column, part};
 }
 
 }  // namespace fastattn::ffn

@@ -84,13 +84,13 @@ def test_the_table_names_the_dtypes_that_passed(
     record: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_env, "refuses_device", lambda backend, device: "is unsupported")
-    record("rms_norm", "triton")
-    record("rms_norm", "triton", dtype="float16")
-    record("rms_norm", "another", dtype="float32")
+    record("ffn", "triton")
+    record("ffn", "triton", dtype="float16")
+    record("ffn", "another", dtype="float32")
     rows = {(row.op, row.backend): row for row in backend_table(CUDA)}
-    triton = rows["rms_norm", "triton"]
+    triton = rows["ffn", "triton"]
     assert (triton.automatic, triton.automatic_for) == (False, ("bfloat16", "float16"))
-    assert rows["layer_norm", "triton"].automatic_for == ()
+    assert rows["attention", "triton"].automatic_for == ()
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ _PACKAGE = "fastattn.ops.layer_norm"
 _ROWS = ("x", "residual", "y", "z", "mean", "rstd", "dy", "dz", "dx", "dresidual")
 _BACKENDS = (
     Backend("cuda", automatic=False, verified=("sm_90",)),
-    Backend("triton", automatic=False),
+    Backend("triton", automatic=False, verified=("sm_90",)),
     Backend("cpu"),
     Backend("torch"),
     Backend("reference"),

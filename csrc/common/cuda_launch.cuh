@@ -60,21 +60,29 @@ inline const char* shared_memory(int* bytes) {
   return error ? cudaGetErrorString(error) : nullptr;
 }
 
-// Returns nullptr or an error message. Kernels loop if they need more blocks than there can be.
-// shared_bytes: of dynamic shared memory.
+// Returns nullptr or an error message. shared_bytes: of dynamic shared memory.
 template <class Kernel, class Problem>
 const char* launch(Kernel kernel, int64_t blocks, int threads, Stream stream,
                    const Problem& problem, int shared_bytes = 0) {
-  const int64_t most = blocks < kMaxBlocks ? blocks : kMaxBlocks;
-  constexpr int kAlwaysAllowed = 47 << 10;
-  if (shared_bytes > kAlwaysAllowed) {
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  if (blocks > kMaxBlocks) {
+    return "the call needs more thread blocks than a launch can have";
+  }
+  // Of a thread block's memory, what is static.
+  constexpr int kStatic = 1 << 10;
+  if (shared_bytes + kStatic > 48 << 10) {
+    // Always as much as a thread block can have: other threads may launch the kernel, too.
+    int index = 0, bytes = 0;
+    cudaError_t error = cudaGetDevice(&index);
+    error = error ? error
+                  : cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, index);
+    error = error ? error
+                  : cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                         bytes - kStatic);
     if (error) {
       return cudaGetErrorString(error);
     }
   }
-  kernel<<<static_cast<unsigned>(most), threads, shared_bytes, stream>>>(problem);
+  kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, stream>>>(problem);
   const cudaError_t error = cudaGetLastError();
   return error ? cudaGetErrorString(error) : nullptr;
 }

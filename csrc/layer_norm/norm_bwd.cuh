@@ -16,16 +16,17 @@
 
 namespace fastattn::norm {
 
-// Of the rows on their way, and in the end of the sums of a block's rows.
+// Dynamic shared memory: the rows that are copied ahead, in the end the sums of a block's rows.
 __device__ __forceinline__ char* dynamic_memory() {
   extern __shared__ __align__(16) char norm_memory[];
   return norm_memory;
 }
 
-// -- rows on their way ---------------------------------------------------------------------------
-// A thread's columns of the rows of z, dy and dz, copied into shared memory `stages` rows ahead,
-// so that memory is busy while a row is computed. A thread reads what it has copied itself. Where
-// elements are accessed one by one, they are read from global memory.
+// -- rows that are copied ahead
+// -------------------------------------------------------------------- A thread's columns of the
+// rows of z, dy and dz, copied into shared memory `stages` rows ahead, so that memory is busy while
+// a row is computed. A thread reads what it has copied itself. Where elements are accessed one by
+// one, they are read from global memory.
 template <class Z, int kWidth, int kValues>
 class RowRing {
  public:
@@ -44,7 +45,7 @@ class RowRing {
     }
   }
 
-  // Waits for a row, which the functions below read; the next one is `step` behind it.
+  // Waits for a row, which the functions below read; the next one is `step` rows after it.
   __device__ __forceinline__ void advance_to(int64_t row) {
     if constexpr (kCopies) {
       const int last = p_.stages - 1;
@@ -62,7 +63,7 @@ class RowRing {
       row_ = row;
     }
   }
-  // No copies are on their way any more.
+  // All copies have ended.
   __device__ __forceinline__ void end() const {
     if constexpr (kCopies) {
       cuda::cp_async_wait_group<0>();
@@ -188,7 +189,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) norm_bwd_kernel(const Backward
   float dweight[kValues] = {}, dbias[kValues] = {};
   float dx_bias[kOwnDx ? kValues : 1] = {};
 
-  // As long as there are registers for them.
+  // Only where registers suffice.
   constexpr bool kKeepsWeights = sizeof(P) <= sizeof(Z);
   Words<P, kWidth> weights[kVectors];
   const auto load_weight = [&](int v) {
@@ -203,10 +204,12 @@ __global__ void __launch_bounds__(kMaxThreads, 1) norm_bwd_kernel(const Backward
 
   int64_t row = int64_t{blockIdx.x} / p.strips * p.tiling.rows + RowThread(p.tiling).row;
   RowRing<Z, kWidth, kValues> ring(p, columns, row);
-  // As long as there are registers for the next row's.
+  // Only where registers suffice for those of the next row.
   constexpr bool kStatisticsAhead = kValues <= 16;
   Statistics following(p, row);
   for (int pass = p.passes; pass > 0; --pass, row += p.step) {
+    // Hidden, as the compiler would keep an address in each tensor in registers.
+    asm volatile("" : "+l"(row));
     const Statistics of_row = kStatisticsAhead ? following : Statistics(p, row);
     if (kStatisticsAhead) {
       following = Statistics(p, row + p.step);

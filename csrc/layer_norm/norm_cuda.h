@@ -28,10 +28,7 @@ constexpr int kMaxColumns = 1 << 30;
 struct RowsView {
   void* data = nullptr;
   int64_t stride = 0;
-  // Backward only: the number of columns, 0 where absent, and the bytes from a row of a thread to
-  // its next.
-  int columns = 0;
-  int64_t step = 0;
+  int columns = 0;  // backward only: 0 where absent
 };
 
 struct Dropout {
@@ -103,7 +100,7 @@ FASTATTN_PURE int backward_values(DType type, DType parameter_type, bool vectors
   const bool fewer = own_dx || parameter_type != type;
   return !vectors ? kSingles : fewer && values > kMostOfThree ? kMostOfThree : values;
 }
-// Rows that are on their way to shared memory at the same time.
+// Rows of a thread in shared memory: one is computed while the next ones are copied.
 constexpr int kMaxStages = 3;
 
 inline Tiling forward_tiling(int64_t columns, DType type, bool vectors) {
@@ -162,7 +159,7 @@ struct BackwardProblem {
   int strips;       // of columns_of(tiling): a thread block computes one of each of its rows
   int lines;        // thread blocks of a strip, each of which loops over rows
   int passes;       // of that loop: in the last one a thread may have no row
-  int stages;       // of the rows' way through shared memory, up to kMaxStages
+  int stages;       // of the ring of rows in shared memory, up to kMaxStages
   int stage_bytes;  // of a warp's part of a row, of all tensors
   int64_t step;     // from a row of a thread to its next
   float* row_sums;  // [rows][2]: the sums along rows, if there is more than one strip
@@ -173,6 +170,12 @@ struct BackwardProblem {
   }
 };
 
+inline void set_lines(BackwardProblem& p, int64_t lines) {
+  p.lines = static_cast<int>(lines > 1 ? lines : 1);
+  p.step = int64_t{p.lines} * p.tiling.rows;
+  p.passes = static_cast<int>(ceil_div(p.rows, p.step));
+}
+
 // As many thread blocks as the GPU can run at the same time, with 128 registers a thread.
 inline void plan_backward(BackwardProblem& p, bool vectors, int num_sms) {
   p.tiling = backward_tiling(p.columns, p.type, p.parameter_type, vectors, p.has_own_dx());
@@ -180,29 +183,30 @@ inline void plan_backward(BackwardProblem& p, bool vectors, int num_sms) {
   const int blocks = kMaxThreads / threads_of(p.tiling);
   const int64_t resident = int64_t{num_sms} * blocks / p.strips;
   const int64_t most = ceil_div(p.rows, p.tiling.rows);
-  p.lines = static_cast<int>(most < resident ? most : resident > 1 ? resident : 1);
-  p.step = int64_t{p.lines} * p.tiling.rows;
-  p.passes = static_cast<int>(ceil_div(p.rows, p.step));
+  set_lines(p, most < resident ? most : resident);
   if (!p.dy.data) {
     p.weight = nullptr;  // it may be infinite or NaN, and 0 times that is NaN
   }
   for (RowsView* rows : {&p.dy, &p.dz, &p.z, &p.dsum, &p.dx}) {
     rows->columns = rows->data ? p.columns : 0;
-    rows->step = rows->stride * p.step * bytes_of(rows == &p.dx ? p.x_type : p.type);
   }
 }
 
-// As many stages as the shared memory of a multiprocessor has room for. Returns the bytes of a
-// thread block.
+// As many stages as the shared memory of a multiprocessor has room for; where one does not fit in
+// each of its thread blocks, fewer of these. Returns the bytes of a thread block, which has at
+// least room for the sums of its rows.
 inline int plan_ring(BackwardProblem& p, int shared_memory) {
   constexpr int kOther = 1024 + 512;  // of a thread block: CUDA's, and of sums along rows
-  const int tensors = p.dz.data ? 3 : 2;
+  const int tensors = p.dz.data ? 3 : 2, threads = threads_of(p.tiling);
   p.stage_bytes = kWarp * tensors * p.tiling.values * bytes_of(p.type);
-  const int of_stage = threads_of(p.tiling) / kWarp * p.stage_bytes;
-  const int of_block = shared_memory / (kMaxThreads / threads_of(p.tiling)) - kOther;
-  const int fitting = of_block / of_stage;
+  const int of_stage = threads / kWarp * p.stage_bytes, blocks = kMaxThreads / threads;
+  const int fitting = (shared_memory / blocks - kOther) / of_stage;
   p.stages = fitting < 1 ? 1 : fitting < kMaxStages ? fitting : kMaxStages;
-  return p.stages * of_stage;
+  if (fitting < 1 && p.passes > 1) {
+    set_lines(p, int64_t{p.lines} * (shared_memory / (of_stage + kOther)) / blocks);
+  }
+  const int of_sums = threads * p.tiling.values * static_cast<int>(sizeof(float));
+  return p.stages * of_stage > of_sums ? p.stages * of_stage : of_sums;
 }
 
 inline void lay_out(BackwardProblem& p, WorkspaceLayout& layout) {

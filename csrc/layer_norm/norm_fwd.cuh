@@ -75,8 +75,8 @@ __device__ __forceinline__ void store_result(const ForwardProblem& p, int64_t ro
   }
 }
 
-// kShort: of which a warp has several (is_short). kLong: longer than the registers of a block are
-// many. Then the statistics of their parts are merged (Chan, Golub and LeVeque 1979), and all parts
+// kShort: of which a warp has several (is_short). kLong: longer than a thread block's registers
+// hold. Then the statistics of their parts are merged (Chan, Golub and LeVeque 1979), and all parts
 // but the last are read again.
 enum class RowLength { kShort, kNormal, kLong };
 
@@ -84,7 +84,7 @@ enum class RowLength { kShort, kNormal, kLong };
 // kernels that are not listed would spill.
 template <class Z, class P, int kWidth, bool kAdd, RowLength kLength>
 constexpr int kForwardBlocks = kWidth > 1 && sizeof(Z) == 2 && !kAdd &&
-                                       (kLength != RowLength::kLong || sizeof(P) == sizeof(Z))
+                                       (kLength == RowLength::kNormal || sizeof(P) == sizeof(Z))
                                    ? 2
                                    : 1;
 
@@ -166,7 +166,9 @@ __global__ void __launch_bounds__(kMaxThreads, kForwardBlocks<Z, P, kWidth, kAdd
       p.mean[row] = mean;
     }
   }
-  store_result<Z, P, kWidth>(p, row, columns, rstd, shift * rstd, deviations);
+  // Not 0 * rstd, which may be infinite.
+  const float shift_of_result = p.centred ? shift * rstd : 0.0f;
+  store_result<Z, P, kWidth>(p, row, columns, rstd, shift_of_result, deviations);
   while (kParts && begin > 0) {
     begin -= part;
     columns.first -= part;

@@ -221,16 +221,6 @@ struct Tile {
       }
     }
   }
-  // Hides the values of 16-bit elements from the compiler, so that it computes what follows from
-  // the packed pairs instead of keeping earlier results in registers.
-  __device__ __forceinline__ void forget() {
-    if constexpr (sizeof(T) == 2 && kWidth > 1) {
-#pragma unroll
-      for (int i = 0; i < kValues / 2; ++i) {
-        asm volatile("" : "+r"(vectors[2 * i / kWidth].pairs[i % (kWidth / 2)]));
-      }
-    }
-  }
   __device__ __forceinline__ float operator[](int i) const {
     return widen(vectors[i / kWidth], i % kWidth);
   }

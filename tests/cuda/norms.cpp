@@ -26,6 +26,10 @@ constexpr DType kType = DType::ONLY_TYPE;
 const char* kOther = "the instance is one of another type";
 }  // namespace
 
+extern "C" void norm_shared_memory(int bytes) {
+  cuda::memory_of_multiprocessor = bytes;
+}
+
 extern "C" const char* norm_fwd(const ForwardProblem* p, int type, int parameter_type) {
   if (p->type != kType || static_cast<DType>(type) != kType) {
     return kOther;

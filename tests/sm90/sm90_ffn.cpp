@@ -50,7 +50,7 @@ extern "C" void ffn_product_results(const Product* problem, void** data, int64_t
   const int64_t values = int64_t{1} * shape.rows * shape.columns;
   const int pairs = is_gated(kStep) ? 2 : 1;
   data[0] = e.out;
-  bytes[0] = e.out ? values * pairs * (e.out_is_float ? 4 : 2) : 0;
+  bytes[0] = e.out ? values * pairs * problem->parts * (e.out_is_float ? 4 : 2) : 0;
   data[1] = e.activated;
   bytes[1] = e.activated ? values * 2 : 0;
   data[2] = e.sums;

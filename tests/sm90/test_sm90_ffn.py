@@ -152,6 +152,7 @@ extern "C" int parts(int rows, int columns, int depth) {
     assert parts(256, 64, 32768) == 8  # 2 tiles
     assert parts(2048, 512, 1024) == 1  # 16 steps
     assert parts(16384, 4096, 8192) == 1  # 2,048 tiles
+    assert parts(6400, 1024, 8192) == parts(7680, 1024, 16384) == 1  # 200 and 240 tiles
 
 
 @pytest.mark.parametrize(

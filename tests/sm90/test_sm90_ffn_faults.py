@@ -89,10 +89,9 @@ def _mutations() -> list[tuple[Mutation, tuple[str, ...]]]:
     of("epilogue.cuh", "dropout.column_keys(first)", "dropout.column_keys(first + 4)",
        only=DROPPING)  # fmt: skip
     of("piece.cuh", "unit + 1", "unit", only=DROPPING)
-    of("piece.cuh", "dropout::byte_of(word, j % 4)", "dropout::byte_of(word, j / 4)",
-       only=DROPPING)  # fmt: skip
-    of("piece.cuh", "byte >= dropout.threshold", "byte > dropout.threshold",
-       only=DROPPING)  # fmt: skip
+    of("piece.cuh", "24 - 8 * (j % 4)", "24 - 8 * (j / 4)", only=DROPPING)
+    of("piece.cuh", "static_cast<uint32_t>(dropout.threshold)",
+       "static_cast<uint32_t>(dropout.threshold + 1)", only=DROPPING)  # fmt: skip
     # Values and sums
     of("epilogue.cuh", "hidden[0][j] > 0.0f", "hidden[0][j] >= 0.0f", only=("kDhidden",))
     of("epilogue.cuh", "da * act.slope", "da * act.value", only=("kDhiddenGated",))
@@ -120,6 +119,8 @@ SUM_MUTATIONS = [
         ("first_column + static_cast<int>(threadIdx.x) < args.columns", "true"),
         ("i < args.rows", "i < kRowThreads"),
         ("static_cast<int64_t>(i) * args.columns + column", "column"),
+        ("static_cast<int64_t>(part) * args.columns + column", "column"),
+        ("sums[j] += piece.data[j];", "sums[j] = piece.data[j];"),
         ("total += shared.sums[i][thread];", "total = shared.sums[i][thread];"),
         ("row_thread == 0 && column < args.columns", "row_thread == 0"),
     )
@@ -208,25 +209,26 @@ def test_faults(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_faults_of_the_sums_of_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two blocks of columns; sums of more tiles of rows than threads share."""
+    """Two blocks of columns; sums of more tiles of rows than threads share, and of few."""
     if reason := missing():
         pytest.skip(reason)
     defines = ["ONLY_DTYPE=kBFloat16", "ONLY_STEP=kDw"]
     machine = build(TESTS / "sm90_ffn.cpp", defines, mutations=SUM_MUTATIONS)
     injector = Launched(machine, SUM_MUTATIONS)
     ffn_bindings.use(monkeypatch, lambda op, problem, _: injector.examine_launch(op, problem))
-    rows, E = 1100, 264
-    x, w1, w2, hidden = (
-        torch.randn(m, n).bfloat16() for m, n in ((rows, 8), (8, 8), (E, 8), (rows, 8))
-    )
-    dy, none, db2 = torch.randn(rows, E), torch.empty(0).bfloat16(), torch.empty(E).bfloat16()
-    call = BackwardCall(
-        guarded(dy), x, w1, None, w2, None, hidden, "gelu", 0.0, 0.3, torch.tensor([7]), 0,
-        [False, False, False, False, True],
-    )  # fmt: skip
-    sm90.ffn_bwd(call, none, none, none, none, own := guarded(db2))
-    kept = row_keep(torch.tensor([7]), SECOND_STREAM, 0.3, rows, E) * keep_scale(0.3)
-    torch.testing.assert_close(own, (dy * kept).sum(0).bfloat16(), atol=0.1, rtol=1e-2)
+    E = 264
+    for rows in (1100, 270):
+        x, w1, w2, hidden = (
+            torch.randn(m, n).bfloat16() for m, n in ((rows, 8), (8, 8), (E, 8), (rows, 8))
+        )
+        dy, none, db2 = torch.randn(rows, E), torch.empty(0).bfloat16(), torch.empty(E).bfloat16()
+        call = BackwardCall(
+            guarded(dy), x, w1, None, w2, None, hidden, "gelu", 0.0, 0.3, torch.tensor([7]), 0,
+            [False, False, False, False, True],
+        )  # fmt: skip
+        sm90.ffn_bwd(call, none, none, none, none, own := guarded(db2))
+        kept = row_keep(torch.tensor([7]), SECOND_STREAM, 0.3, rows, E) * keep_scale(0.3)
+        torch.testing.assert_close(own, (dy * kept).sum(0).bfloat16(), atol=0.1, rtol=1e-2)
     assert len(injector.detected) >= len(SUM_MUTATIONS) + 2  # and both barriers
     assert not injector.unreached()
     assert not injector.undetected()

@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kSumThreads)
   }
 }
 
-// Of few rows: a thread has a piece of columns.
+// Of few rows: a thread has a piece of columns, and adds it in the order of the rows.
 template <class Element>
 __global__ void __launch_bounds__(kSumThreads)
     sum_parts_kernel(const __grid_constant__ SumColumns args) {
@@ -126,12 +126,12 @@ __global__ void __launch_bounds__(kSumThreads)
   }
   float sums[kPieceColumns] = {};
 #pragma unroll 4
-  for (int i = 0; i < args.rows; ++i) {
-    const int64_t at = static_cast<int64_t>(i) * args.columns + column;
-    const auto part = *reinterpret_cast<const Piece<float>*>(args.sums + at);
+  for (int part = 0; part < args.rows; ++part) {
+    const int64_t at = static_cast<int64_t>(part) * args.columns + column;
+    const auto piece = *reinterpret_cast<const Piece<float>*>(args.sums + at);
 #pragma unroll
     for (int j = 0; j < kPieceColumns; ++j) {
-      sums[j] += part.data[j];
+      sums[j] += piece.data[j];
     }
   }
   store_piece<Element>(args.out, column, sums);
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kSumThreads)
 template <DType kType>
 const char* sum_columns_of(const SumColumns& problem, cuda::Stream stream) {
   using Element = typename TypeOf<kType>::Element;
-  if (problem.rows <= kMostParts && problem.columns % kPieceColumns == 0) {
+  if (problem.rows <= kMostParts) {
     const int blocks = tiles_of(problem.columns, kSumThreads * kPieceColumns);
     const cudaError_t error =
         sm90::launch(sum_parts_kernel<Element>, blocks, kSumThreads, 0, stream, problem, false);

@@ -23,8 +23,8 @@ struct TileEpilogue {
   static constexpr int kColumnGroups = Traits::kOutColumns / kGroupColumns;
   static constexpr int kPairs = Traits::kGated ? 2 : 1;
   static constexpr bool kLoads = Traits::kStep == Step::kDown || Traits::kDhidden;
-  // Pieces that are loaded ahead of their use, as far as there are registers. In ping-pong the
-  // other warpgroup's products hide the latency.
+  // Pieces that are loaded ahead of their use: none for gated activations, for which there are no
+  // registers.
   static constexpr int kAhead = Traits::kGated ? 0 : 4;
   static constexpr bool kHasBias = Traits::kUp || Traits::kStep == Step::kDown;
   static constexpr bool kHasDropout = Traits::kUp || kLoads;

@@ -57,7 +57,7 @@ struct Epilogue {
   // kDown
   const void* residual = nullptr;  // of out's type; may be null
   int64_t residual_stride = 0;
-  bool out_is_float = false;  // of kDw: for parts
+  bool out_is_float = false;  // kDw: out has fp32 parts
   // kDhidden
   const void* hidden = nullptr;
   float* sums = nullptr;  // of dpre's columns: [row_tiles(rows)][W]
@@ -99,20 +99,21 @@ constexpr int row_tiles(int rows) {
 
 // The gradient of a weight sums over the rows of a batch and may have fewer tiles than a GPU has
 // multiprocessors. Then each tile is computed in parts, of some of the steps each, which
-// sum_columns adds. Their number is the one of the shortest time: waves of tiles times steps, and
-// the additions, which take as long as kAdditionSteps. It is the same on every GPU, and so are
-// bits.
+// sum_columns adds. Their number is the one of the shortest time, in steps: waves of tiles times
+// steps, and the addition. It is the same on every GPU, so results have the same bits.
 constexpr int kDwColumns = 256;
 constexpr int kMostParts = 8;
 constexpr int parts_of_dw(const ProductShape& shape) {
   constexpr int kMultiprocessors = 132;  // of an H100 or H200
-  constexpr int kFewestSteps = 16, kAdditionSteps = 12;
+  // The addition: its launch, and the parts of 8 tiles that are written and read in a step.
+  constexpr int kFewestSteps = 16, kLaunchSteps = 8, kPartsOfStep = 8;
   const int tiles = row_tiles(shape.rows) * tiles_of(shape.columns, kDwColumns);
   const int steps = tiles_of(shape.depth, kDepth);
   int best = 1, shortest = tiles_of(tiles, kMultiprocessors) * steps;
   for (int parts = 2; parts <= kMostParts && tiles <= 2 * kMultiprocessors; ++parts) {
     const int steps_of_part = tiles_of(steps, parts);
-    const int time = tiles_of(tiles * parts, kMultiprocessors) * steps_of_part + kAdditionSteps;
+    const int time = tiles_of(tiles * parts, kMultiprocessors) * steps_of_part + kLaunchSteps +
+                     tiles * parts / kPartsOfStep;
     if (steps_of_part >= kFewestSteps && time < shortest) {
       best = parts;
       shortest = time;
@@ -138,8 +139,8 @@ struct DropGradient {
 };
 const char* drop_gradient(const DropGradient& problem, cuda::Stream stream);
 
-// out[c] = the sum of column c, always added in the same order. Up to kMostParts rows: columns is a
-// multiple of 8.
+// out[c] = the sum of column c, always added in the same order. columns: a multiple of 8. out:
+// aligned to 16 bytes.
 struct SumColumns {
   DType dtype;  // of out
   const float* sums;

@@ -35,7 +35,9 @@ struct PieceDropout {
   struct ColumnKeys {
     uint32_t of[kWords];
   };
-  using Words = ColumnKeys;
+  struct Words {
+    uint32_t of[kWords];
+  };
 
   const Dropout& dropout;
   int64_t seed;

@@ -26,6 +26,10 @@ struct Copies {
 };
 inline Copies copies_of[1024];
 
+// At the start of a thread: the run before may have ended early.
+UNCHECKED void forget_copies() {
+  copies_of[threadIdx.x] = {};
+}
 UNCHECKED void cp_async(void* to, const void* from, bool reads) {
   Copies& own = copies_of[threadIdx.x];
   if (own.count == Copies::kMost) {

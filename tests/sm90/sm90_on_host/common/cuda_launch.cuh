@@ -6,13 +6,15 @@
 #include <atomic>
 #include <cstdint>
 
+#include "common/cp_async.cuh"
 #include "common/cuda_stream.h"
 #include "engine.h"
 
 namespace fastattn::cuda {
 
+inline int memory_of_multiprocessor = 228 << 10;
 inline const char* shared_memory(int* bytes) {
-  *bytes = 228 << 10;
+  *bytes = memory_of_multiprocessor;
   return nullptr;
 }
 
@@ -23,8 +25,12 @@ const char* launch(Kernel kernel, int64_t blocks, int threads, Stream, const Pro
   if (shared_bytes > (227 << 10)) {
     return "a thread block has less shared memory";
   }
-  on_host::enqueue({blocks, threads, [kernel, problem] { kernel(problem); }, on_host::kSharedBytes,
-                    false, true});
+  on_host::enqueue({blocks, threads,
+                    [kernel, problem] {
+                      forget_copies();
+                      kernel(problem);
+                    },
+                    on_host::kSharedBytes, false, true});
   return nullptr;
 }
 

@@ -396,6 +396,20 @@ def hopper_attention() -> str:
     return f"{about}{record['note']}\n\n{table(head, body)}"
 
 
+def hopper_rest() -> str:
+    """Norms, ffn and training steps beside their peers on Hopper, as recorded."""
+    record = json.loads((RESULTS / "norms-ffn-hopper.json").read_text())
+    body = [
+        [row["op"], row["shape"], row["direction"], row["unit"], f"{row['fastattn']:g}",
+         f"{row['peer_value']:g} ({row['peer']})" if "peer" in row else "",
+         f"{row['triton']:g}" if "triton" in row else ""]
+        for row in record["rows"]
+    ]  # fmt: skip
+    head = ["op", "shape", "direction", "unit", "fastattn", "peer", "backend triton"]
+    about = f"{record['gpu']}, {record['date']}, torch {record['torch']}. {record['method']}. "
+    return f"{about}{record['note']}\n\n{table(head, body)}"
+
+
 def ablation_checks(name: str) -> str:
     """What was expected of an experiment, and what was found."""
     checks = [
@@ -516,6 +530,7 @@ TEXTS: dict[str, Callable[[], str]] = {
     "results": results,
     "generation_results": generation_results,
     "hopper_attention": hopper_attention,
+    "hopper_rest": hopper_rest,
     "scaling_machines": scaling_machines,
     "scaling_volumes": scaling_volumes,
     "scaling_thresholds": scaling_thresholds,

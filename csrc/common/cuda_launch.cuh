@@ -67,7 +67,7 @@ const char* launch(Kernel kernel, int64_t blocks, int threads, Stream stream,
   if (blocks > kMaxBlocks) {
     return "the call needs more thread blocks than a launch can have";
   }
-  // Of a thread block's memory, what is static.
+  // Static shared memory of a thread block, at most.
   constexpr int kStatic = 1 << 10;
   if (shared_bytes + kStatic > 48 << 10) {
     // Always as much as a thread block can have: other threads may launch the kernel, too.

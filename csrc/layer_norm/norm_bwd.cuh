@@ -22,11 +22,10 @@ __device__ __forceinline__ char* dynamic_memory() {
   return norm_memory;
 }
 
-// -- rows that are copied ahead
-// -------------------------------------------------------------------- A thread's columns of the
-// rows of z, dy and dz, copied into shared memory `stages` rows ahead, so that memory is busy while
-// a row is computed. A thread reads what it has copied itself. Where elements are accessed one by
-// one, they are read from global memory.
+// -- rows that are copied ahead -------------------------------------------------------------------
+// A thread's columns of the rows of z, dy and dz, copied into shared memory `stages` rows ahead, so
+// that memory is busy while a row is computed. A thread reads what it has copied itself. Where
+// elements are accessed one by one, they are read from global memory.
 template <class Z, int kWidth, int kValues>
 class RowRing {
  public:
@@ -63,7 +62,7 @@ class RowRing {
       row_ = row;
     }
   }
-  // All copies have ended.
+  // Waits for all copies.
   __device__ __forceinline__ void end() const {
     if constexpr (kCopies) {
       cuda::cp_async_wait_group<0>();

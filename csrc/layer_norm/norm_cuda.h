@@ -83,8 +83,8 @@ inline Tiling tiling_of(int64_t columns, int width, int values) {
   return {width, values, threads, threads > kWarp ? 1 : kShortThreads / threads};
 }
 
-// A thread has 64 bytes of each of a row's tensors, or a number of elements that are accessed one
-// by one, for which it needs a register and an address each.
+// A thread has up to 64 bytes of each of a row's tensors, or a number of elements that are accessed
+// one by one, for which it needs a register and an address each.
 constexpr int kThreadBytes = 64;
 // Forward: rows of up to 512 threads x these values are in registers. Longer ones are processed in
 // parts of that size, and read again for the result.
@@ -193,8 +193,8 @@ inline void plan_backward(BackwardProblem& p, bool vectors, int num_sms) {
 }
 
 // As many stages as the shared memory of a multiprocessor has room for; where one does not fit in
-// each of its thread blocks, fewer of these. Returns the bytes of a thread block, which has at
-// least room for the sums of its rows.
+// each of its thread blocks, fewer of these. Returns the bytes of a thread block: a stage has room
+// for the sums of a block's rows, too, as two tensors have at least 4 bytes for each column.
 inline int plan_ring(BackwardProblem& p, int shared_memory) {
   constexpr int kOther = 1024 + 512;  // of a thread block: CUDA's, and of sums along rows
   const int tensors = p.dz.data ? 3 : 2, threads = threads_of(p.tiling);
@@ -205,8 +205,7 @@ inline int plan_ring(BackwardProblem& p, int shared_memory) {
   if (fitting < 1 && p.passes > 1) {
     set_lines(p, int64_t{p.lines} * (shared_memory / (of_stage + kOther)) / blocks);
   }
-  const int of_sums = threads * p.tiling.values * static_cast<int>(sizeof(float));
-  return p.stages * of_stage > of_sums ? p.stages * of_stage : of_sums;
+  return p.stages * of_stage;
 }
 
 inline void lay_out(BackwardProblem& p, WorkspaceLayout& layout) {

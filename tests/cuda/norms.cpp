@@ -42,6 +42,7 @@ extern "C" const char* norm_fwd(const ForwardProblem* p, int type, int parameter
 }
 
 extern "C" const char* norm_bwd(const BackwardProblem* p, int type, int parameter_type) {
+  std::memset(norm_memory, 0xFF, sizeof(norm_memory));
   if (p->type != kType || static_cast<DType>(type) != kType) {
     return kOther;
   }

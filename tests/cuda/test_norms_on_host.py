@@ -120,17 +120,17 @@ def test_properties(
     assert not [row for row in rows if row.status != "ok"], rows
 
 
-@pytest.mark.parametrize("kilobytes", [100, 164])
+@pytest.mark.parametrize("kilobytes, name", [(100, "add_layer_norm"), (164, "layer_norm")])
 def test_less_shared_memory(
-    simulate: Callable[[], None], machine: Callable[[str], Machine], kilobytes: int
+    simulate: Callable[[], None], machine: Callable[[str], Machine], kilobytes: int, name: str
 ) -> None:
-    """Rows are copied one or two at a time."""
+    """Rows are copied one at a time by three thread blocks, or two at a time by four; each block
+    computes several rows.
+    """
     library = machine("kBFloat16").library
     library.norm_shared_memory(kilobytes << 10)
     try:
-        op = SPECS["add_layer_norm"]
-        [sample] = [s for s in (*op.samples, *OWN[op.name]) if s.name == "columns_96"]
-        test_properties(simulate, op, sample, BF16)
+        test_properties(simulate, SPECS[name], _own(name, "several", "", (40, 520)), BF16)
     finally:
         library.norm_shared_memory(228 << 10)
 
@@ -284,31 +284,37 @@ def _backward(rows: int, N: int, dtype: torch.dtype, add: bool = False) -> None:
         cuda.layer_norm_bwd(call, x, w, w)
 
 
-def test_rows_on_their_way_fit(tmp_path: Path) -> None:
-    """Thread blocks with as many threads as registers allow share a multiprocessor's memory, of
-    which each needs 1.5 KB otherwise. With a single stage there may be fewer blocks.
+def test_copied_rows_fit(tmp_path: Path) -> None:
+    """The thread blocks that run at the same time share a multiprocessor's memory, of which each
+    needs 1.5 KB otherwise. Where one stage does not fit in all of them, there are fewer.
     """
     source = """#include "layer_norm/norm_cuda.h"
 using namespace fastattn;
-extern "C" int plan(int columns, bool is_float, bool has_dz, int shared_memory, int* threads) {
+extern "C" void plan(int columns, bool is_float, bool has_dz, int shared_memory, int* result) {
   norm::BackwardProblem p = {};
   p.type = p.parameter_type = is_float ? DType::kFloat32 : DType::kBFloat16;
   p.columns = columns;
-  p.rows = 1000;
+  p.rows = 1 << 18;
   p.dy.data = p.z.data = &p;
   p.dz.data = has_dz ? &p : nullptr;
   norm::plan_backward(p, true, 132);
-  *threads = norm::threads_of(p.tiling);
-  const int bytes = norm::plan_ring(p, shared_memory);
-  return bytes / p.stages == *threads * (has_dz ? 3 : 2) * 64 ? bytes : -1;
+  result[0] = norm::plan_ring(p, shared_memory);
+  result[1] = norm::threads_of(p.tiling);
+  result[2] = p.stages;
+  result[3] = p.lines * p.strips;
+  result[4] = p.passes * p.lines * p.tiling.rows >= p.rows;
 }"""
-    plan, threads = compiled(tmp_path, source).plan, ctypes.c_int()
+    plan, result = compiled(tmp_path, source).plan, (ctypes.c_int * 5)()
+    fewer = set()
     for columns, is_float, has_dz in itertools.product((8, 512, 1024, 4096, 16384), (0, 1), (0, 1)):
-        for kilobytes, stages in ((100, 1), (164, 1 if has_dz else 2), (228, 2 if has_dz else 3)):
-            used = plan(columns, is_float, has_dz, kilobytes << 10, ctypes.byref(threads))
-            assert used == stages * threads.value * (3 if has_dz else 2) * 64
-            blocks = 512 // threads.value if stages > 1 else 1
-            assert (used + 1536) * blocks <= kilobytes << 10
+        for kilobytes, expected in ((100, 1), (164, 1 if has_dz else 2), (228, 2 if has_dz else 3)):
+            plan(columns, is_float, has_dz, kilobytes << 10, result)
+            used, threads, stages, blocks, covered = result
+            assert stages == expected and used == stages * threads * (3 if has_dz else 2) * 64
+            assert blocks * (used + 1536) <= 132 * (kilobytes << 10) and covered
+            if blocks * threads <= 132 * 384:
+                fewer.add((kilobytes, has_dz))
+    assert fewer == {(100, 1)}
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])

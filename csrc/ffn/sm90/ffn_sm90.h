@@ -97,15 +97,15 @@ constexpr int row_tiles(int rows) {
   return tiles_of(rows, kTileRows);
 }
 
-// The gradient of a weight sums over the rows of a batch and may have fewer tiles than a GPU has
-// multiprocessors. Then each tile is computed in parts, of some of the steps each, which
+// The gradient of a weight sums over the rows of a batch and may have few tiles for a GPU's
+// multiprocessors. Then each tile is computed in parts (split-K), of some of the steps each, which
 // sum_columns adds. Their number is the one of the shortest time, in steps: waves of tiles times
 // steps, and the addition. It is the same on every GPU, so results have the same bits.
 constexpr int kDwColumns = 256;
 constexpr int kMostParts = 8;
 constexpr int parts_of_dw(const ProductShape& shape) {
   constexpr int kMultiprocessors = 132;  // of an H100 or H200
-  // The addition: its launch, and the parts of 8 tiles that are written and read in a step.
+  // The addition: its launch, and how many tiles of parts are written and read in a step's time.
   constexpr int kFewestSteps = 16, kLaunchSteps = 8, kPartsOfStep = 8;
   const int tiles = row_tiles(shape.rows) * tiles_of(shape.columns, kDwColumns);
   const int steps = tiles_of(shape.depth, kDepth);

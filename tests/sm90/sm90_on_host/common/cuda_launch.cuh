@@ -22,7 +22,8 @@ inline const char* shared_memory(int* bytes) {
 template <class Kernel, class Problem>
 const char* launch(Kernel kernel, int64_t blocks, int threads, Stream, const Problem& problem,
                    int shared_bytes = 0) {
-  if (shared_bytes > (227 << 10)) {
+  constexpr int kOther = 2 << 10;  // CUDA's, and static memory
+  if (shared_bytes > memory_of_multiprocessor - kOther) {
     return "a thread block has less shared memory";
   }
   on_host::enqueue({blocks, threads,

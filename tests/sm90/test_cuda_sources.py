@@ -422,6 +422,7 @@ def test_ffn_instance(name: str, tmp_path: Path) -> None:
         "up": 2 * pieces,  # hidden and the activation
         "up_gated": 3 * pieces,  # gate, up and the activation
         "down": 3 * pieces,  # 16 bits, or two halves of fp32
+        "dw": 3 * pieces,  # the same, of parts
         "dhidden": 2 * pieces - groups * rows,  # dpre and the activation, which relu has saved
         "dhidden_gated": 3 * pieces,
     }.get(step, pieces)

@@ -192,9 +192,10 @@ inline void plan_backward(BackwardProblem& p, bool vectors, int num_sms) {
   }
 }
 
-// As many stages as the shared memory of a multiprocessor has room for; where one does not fit in
-// each of its thread blocks, fewer of these. Returns the bytes of a thread block: a stage has room
-// for the sums of a block's rows, too, as two tensors have at least 4 bytes for each column.
+// Divides the shared memory of a multiprocessor among the thread blocks that its registers allow:
+// each gets as many stages as fit. If not even one fits, there are fewer thread blocks. Returns the
+// bytes of a thread block. In the end one stage holds the sums of the block's rows, which need 4
+// bytes a column: a stage has at least two tensors of 2 bytes.
 inline int plan_ring(BackwardProblem& p, int shared_memory) {
   constexpr int kOther = 1024 + 512;  // of a thread block: CUDA's, and of sums along rows
   const int tensors = p.dz.data ? 3 : 2, threads = threads_of(p.tiling);

@@ -21,9 +21,9 @@ Shape shape_of(const Tensor& x, const Tensor& w1, const Tensor& w2) {
   return {dtype_of(x, "x"), rows_in(x), x.size(-1), w1.size(0), w2.size(1), w2.size(0)};
 }
 
-// Multiply-adds of the forward; the backward has twice as many.
+// Of the forward; the backward's is twice as much.
 int64_t work_of(const Shape& s) {
-  return s.rows * (s.wide * s.D + s.F * s.out);
+  return product_work(s.rows, s.D, s.wide) + product_work(s.rows, s.F, s.out);
 }
 
 bool supports(const Tensor& x, const std::optional<Tensor>& residual) {

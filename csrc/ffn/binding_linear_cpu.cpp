@@ -34,7 +34,7 @@ struct LinearShape {
   int64_t rows, D, out;
 
   int64_t row_blocks() const { return ceil_div(rows, kBlockRows); }
-  int64_t work() const { return rows * D * out; }
+  int64_t work() const { return product_work(rows, D, out); }
 };
 
 struct LinearBackwardWorkspace {

@@ -122,6 +122,20 @@ def test_batch_invariant(isa: str, dtype: torch.dtype) -> None:
     assert 8 in differ() and 200 not in differ()
 
 
+@needs_library
+@every_isa
+@pytest.mark.parametrize("D", [4096, 4103, 9000])
+def test_one_row_has_the_bits_of_several(isa: str, D: int) -> None:
+    """A row alone reads the weight in another order, many chunks of the depth at a time."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = make_inputs(generator, torch.float32, rows=(3,), D=D, out=21)
+    x = inputs.pop("x")
+    with functional.batch_invariant():
+        together = functional.linear(x, **inputs, backend="cpu")
+        alone = [functional.linear(x[i : i + 1], **inputs, backend="cpu") for i in range(3)]
+    assert torch.cat(alone).equal(together)
+
+
 # -- the choice of products -----------------------------------------------------------------------
 def _layer() -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)

@@ -191,10 +191,67 @@ void dot_half(const T* x, int64_t x_stride, int rows, const T* w, int64_t w_stri
   }
 }
 
+// x and w times each other, `numbers` deep: a vector whose lanes are to be added up.
+inline __attribute__((always_inline)) Float dot_chunk(const float* x, const float* w,
+                                                      int64_t numbers) {
+  Float sum = {};
+  int64_t d = 0;
+#pragma GCC unroll 4
+  for (; d + kLanes <= numbers; d += kLanes) {
+    sum = fma(load(x + d), load(w + d), sum);
+  }
+  return d < numbers ? fma(load(x + d, numbers - d), load(w + d, numbers - d), sum) : sum;
+}
+
+// As dot_block, for one row of x. The rows of w are read one after another, as a stream that the
+// hardware prefetches (weights of 154 MB in large pages, AVX2, one thread: 4.8 ms instead of 5.8
+// with tiles, of 19 MB: 0.43 instead of 0.48; two threads: 3.8 instead of 4.4). In half precision,
+// where each row of w would convert x again, bf16 takes 1.8 times as long as with tiles.
+constexpr bool kStreamsOneRow = kLanes == 8;  // elsewhere not measured
+inline void dot_one_row(const Product& p, int64_t row, int64_t first_panel, int64_t last_panel,
+                        float* sums) {
+  constexpr int kMostChunks = 8;  // before their sums are added up
+  constexpr int64_t kNumbers = kChunk<float>;
+  const int64_t depth = p.a.columns, stride = p.b.column_stride;
+  const float* x = static_cast<const float*>(p.a.data) + row * p.a.row_stride;
+  for (int64_t h = 0; h < 2 * (last_panel - first_panel); ++h, sums += kLanes) {
+    const Half half = half_of(p, first_panel + h / 2, h % 2);
+    if (half.count == 0) {
+      continue;
+    }
+    const float* w = static_cast<const float*>(p.b.data) + half.first * stride;
+    for (int64_t first = 0; first < depth; first += kMostChunks * kNumbers) {
+      const int64_t last = std::min(depth, first + kMostChunks * kNumbers);
+      const auto for_chunks = [&](const auto& body) {
+        for (int64_t d = first, i = 0; d < last; d += kNumbers, ++i) {
+          body(d, i);
+        }
+      };
+      Float c[kMostChunks][kLanes];
+      for (int j = 0; j < kLanes; ++j) {
+        const float* column = w + std::min(j, half.count - 1) * stride;
+        for_chunks([&](int64_t d, int64_t i) {
+          c[i][j] = dot_chunk(x + d, column + d, std::min(last - d, kNumbers));
+        });
+      }
+      for_chunks([&](int64_t d, int64_t i) {
+        float total[kLanes];
+        store_sums(total, c[i]);
+        store(sums, d > 0 ? load(sums) + load(total) : load(total));
+      });
+    }
+  }
+}
+
 // As multiply_block, for a product that is `unpacked`.
 template <class T>
 void dot_block(const Product& p, int64_t first_row, int rows, int64_t first_panel,
                int64_t last_panel, float* workspace) {
+  if constexpr (kStreamsOneRow && std::is_same_v<T, float>) {
+    if (rows == 1 && p.a.columns > 0) {
+      return dot_one_row(p, first_row, first_panel, last_panel, workspace + kSumsAt);
+    }
+  }
   const int64_t depth = p.a.columns, x_stride = p.a.row_stride, w_stride = p.b.column_stride;
   const T* x = static_cast<const T*>(p.a.data) + first_row * x_stride;
   const T* w = static_cast<const T*>(p.b.data);

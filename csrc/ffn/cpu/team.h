@@ -13,12 +13,20 @@
 namespace fastattn::ffn {
 
 // Multiply-adds below which another thread costs more than it saves (12 x 256 x 768 floats on two
-// Zen 4 threads: 29 us instead of 50), and elements that a task packs, drops or sums.
-constexpr int64_t kGrain = 1 << 19;
+// Zen 4 threads: 29 us instead of 50; 1 x 256 x 768: 11 instead of 18), and elements that a task
+// packs, drops or sums.
+constexpr int64_t kGrain = 3 << 17;
 constexpr int64_t kPackGrain = 1 << 15;
+// Fewer rows take nearly as long, the time to read a weight.
+constexpr int64_t kLeastRows = 4;
 // Tasks for each worker, where the shape allows them.
 constexpr int64_t kTasksPerWorker = 4;
 constexpr int64_t kLeastPanels = 2;
+
+// The cost of a product, in multiply-adds.
+inline int64_t product_work(int64_t rows, int64_t depth, int64_t columns) {
+  return std::max(rows, kLeastRows) * depth * columns;
+}
 
 // Number of workers for so many multiply-adds.
 inline int64_t workers_for(int64_t work, int64_t threads) {

@@ -24,6 +24,8 @@ import torch
 Call = Callable[[], Any]
 # CUDA events resolve about a microsecond, the start of a graph a few: 0.5 % of 1 ms.
 MIN_ROUND_MS = {"cuda": 4.0, "cpu": 10.0}
+# After a pause the first call finds cold caches and low clocks.
+_ROUND_AFTER_PAUSE_MS = 100.0
 # About a millisecond: longer than the host needs to launch a graph.
 _QUEUE_CYCLES = 2_000_000
 _MAX_LAUNCHES = 4000
@@ -222,6 +224,8 @@ def time_side_by_side(
     plan = plan or Plan()
     round_s = (plan.round_ms or MIN_ROUND_MS[device.type]) / 1e3
     pause = _pause(candidates)
+    if pause > 0:
+        round_s = max(round_s, _ROUND_AFTER_PAUSE_MS / 1e3)
     programs: dict[str, _Program] = {}
     results: dict[str, Timing | Exception] = {}
     seconds: dict[str, list[float]] = {}

@@ -88,12 +88,12 @@ struct BackwardWorkspace {
   }
 };
 
-// A workspace of the size that memory(arena) takes.
+// What memory(arena) takes and workers use for products of at most `rows` rows.
 template <class Memory>
-Tensor workspace_for(int64_t work, const Memory& memory) {
+Tensor workspace_for(int64_t work, int64_t rows, const Memory& memory) {
   Arena measure(nullptr);
   memory(measure);
-  return new_vector(with_workers(measure.used(), work), ScalarType::Float);
+  return new_vector(with_workers(measure.used(), work, rows), ScalarType::Float);
 }
 
 // -- forward --------------------------------------------------------------------------------------
@@ -117,11 +117,11 @@ std::tuple<Tensor, Tensor> ffn_fwd_out(Tensor x, Tensor w1, std::optional<Tensor
   const Activation act = activation_of(activation, s);
   const bool keeps = keeps_activated(act, s);
   const Tensor workspace =
-      workspace_for(work_of(s), [&](Arena& arena) { ForwardWorkspace(s, keeps, arena); });
+      workspace_for(work_of(s), s.rows, [&](Arena& arena) { ForwardWorkspace(s, keeps, arena); });
   Arena arena(&workspace);
   const ForwardWorkspace memory(s, keeps, arena);
   Panels first_panels = {memory.first}, second_panels = {memory.second};
-  Team team = team_of(arena, s.row_blocks() == 1);
+  Team team = team_of(arena, s.rows, s.row_blocks() == 1);
   const uint32_t stream = static_cast<uint32_t>(dropout_stream);
 
   Product first(s.type);
@@ -188,12 +188,13 @@ FiveTensors ffn_bwd_out(Tensor dy, Tensor x, Tensor w1, std::optional<Tensor> /*
   const bool kept_activated = keeps_activated(act, s);
   const DType dy_type = dtype_of(dy, "dy");
   const bool drops = output_dropout_p > 0 || dy_type != s.type;
-  const Tensor workspace = workspace_for(
-      2 * work_of(s), [&](Arena& arena) { BackwardWorkspace(s, kept_activated, drops, arena); });
+  const Tensor workspace = workspace_for(2 * work_of(s), kBlockRows, [&](Arena& arena) {
+    BackwardWorkspace(s, kept_activated, drops, arena);
+  });
   Arena arena(&workspace);
   const BackwardWorkspace memory(s, kept_activated, drops, arena);
   Panels first_panels = {memory.first}, second_panels = {memory.second};
-  Team team = team_of(arena);
+  Team team = team_of(arena, kBlockRows);
   const uint32_t stream = static_cast<uint32_t>(dropout_stream);
   const int64_t blocks = s.row_blocks();
 

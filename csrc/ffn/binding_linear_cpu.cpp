@@ -70,10 +70,10 @@ std::tuple<Tensor> linear_fwd_out(Tensor x, Tensor w, std::optional<Tensor> b, T
   const int64_t packed = Product::packed_floats(s.rows, s.D, s.out);
   Arena measure(nullptr);
   measure.take(packed);
-  const Tensor workspace = new_workspace(with_workers(measure.used(), s.work()));
+  const Tensor workspace = new_workspace(with_workers(measure.used(), s.work(), s.rows));
   Arena arena(&workspace);
   Panels panels = {arena.take(packed)};
-  Team team = team_of(arena, true);
+  Team team = team_of(arena, s.rows, true);
   Product product(s.type);
   product.a = matrix(x, "x", s.rows, s.D, s.type);
   product.b = matrix(w, "w", s.out, s.D, s.type).transposed();
@@ -107,11 +107,11 @@ ThreeTensors linear_bwd_out(Tensor dy, std::optional<Tensor> x, std::optional<Te
   const LinearShape s = {dtype_of(dy, "dy"), rows_in(dy), columns, dy.size(-1)};
   Arena measure(nullptr);
   LinearBackwardWorkspace(s, measure);
-  const Tensor workspace = new_workspace(with_workers(measure.used(), 2 * s.work()));
+  const Tensor workspace = new_workspace(with_workers(measure.used(), 2 * s.work(), kBlockRows));
   Arena arena(&workspace);
   const LinearBackwardWorkspace memory(s, arena);
   Panels first_panels = {memory.first}, second_panels = {memory.second};
-  Team team = team_of(arena);
+  Team team = team_of(arena, kBlockRows);
   const Matrix gradient = matrix(dy, "dy", s.rows, s.out, s.type);
   const Output output = {s.rows, s.out, s.type, gradient, {}, s.type, nullptr, memory.partials};
   if (db.numel() > 0) {

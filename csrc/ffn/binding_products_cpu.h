@@ -142,16 +142,18 @@ inline Product stored(const Matrix& a, const Matrix& b, const Tensor& out, const
 // Whether a row's products have the same bits among any number of rows, if their dtype can be.
 inline thread_local bool batch_invariant = false;
 
-// The workspace of an op that uses `used` floats and computes `work` multiply-adds.
-inline int64_t with_workers(int64_t used, int64_t work) {
-  return with_room_for_large_pages(used + workers_for(work, threads()) * kWorkerFloats);
+// The workspace of an op that uses `used` floats and computes `work` multiply-adds in products of
+// at most `rows` rows.
+inline int64_t with_workers(int64_t used, int64_t work, int64_t rows) {
+  return with_room_for_large_pages(used + workers_for(work, threads()) * worker_floats(rows));
 }
 
 // The workers share what is left of the workspace. at_once: see Team.
-inline Team team_of(Arena& arena, bool at_once = false) {
-  const int64_t workers = std::min(arena.left() / kWorkerFloats, threads());
+inline Team team_of(Arena& arena, int64_t rows, bool at_once = false) {
+  const int64_t each = worker_floats(rows);
+  const int64_t workers = std::min(arena.left() / each, threads());
   STD_TORCH_CHECK(workers > 0, "workspace must be large enough for one worker");
-  return Team(workers, arena.take(workers * kWorkerFloats), batch_invariant, at_once);
+  return Team(workers, arena.take(workers * each), each, batch_invariant, at_once);
 }
 
 }  // namespace fastattn::ffn

@@ -31,11 +31,14 @@ constexpr int kMaxLanes = 16;
 // An odd number of cache lines, so that rows (or the depth) map to many sets of the L1 cache.
 constexpr int kOperandPitch = kBlockDepth + 16;
 constexpr int kAcrossPitch = kBlockRows + 16;
-// A worker's workspace: its left block, its sums or shallow panels, and a panel of its own.
+// A worker's workspace: its left block, a panel of its own, and its sums (or shallow panels).
 constexpr int64_t kOperandFloats = kBlockDepth * kAcrossPitch;
 static_assert(kBlockRows * kOperandPitch <= kOperandFloats);
-constexpr int64_t kWorkerFloats =
-    kOperandFloats + kBlockRows * kBlockPanels * kMaxPanel + kBlockDepth * kMaxPanel;
+// For products of so many rows.
+constexpr int64_t worker_floats(int64_t rows) {
+  return kOperandFloats + kBlockDepth * kMaxPanel +
+         (rows < kBlockRows ? rows : kBlockRows) * kBlockPanels * kMaxPanel;
+}
 
 // Up to this depth a weight's gradient is stored from registers.
 constexpr int kShallowDepth = 96;

@@ -141,9 +141,10 @@ constexpr fastattn::ffn::Kernels kNumbers = {1, {0, 0, 0}, pack, multiply, nullp
 // transpose may be computed in its place.
 Numbers product_of_products(int workers, int64_t rows, bool transposed, bool at_once = false) {
   float two = 2, three = 3, left = 0, right = 0, packed[kPanels] = {};
-  std::vector<float> out(rows * kPanels), workspace(workers * fastattn::ffn::kWorkerFloats);
+  constexpr int64_t kEach = fastattn::ffn::worker_floats(fastattn::ffn::kBlockRows);
+  std::vector<float> out(rows * kPanels), workspace(workers * kEach);
   Panels panels = {packed};
-  Team team(workers, workspace.data(), false, at_once);
+  Team team(workers, workspace.data(), kEach, false, at_once);
   const auto add = [&](float* a, float* b, const Matrix& out, int first, int second) {
     Product p(fastattn::DType::kFloat32);
     p.a = {a, out.rows, 1, 1, 1};

@@ -241,7 +241,7 @@ inline __attribute__((always_inline)) void prefetch_epilogue(const Product& p, i
 }
 
 // Offsets in a worker's workspace.
-constexpr int64_t kSumsAt = kOperandFloats, kPanelAt = kSumsAt + kBlockRows * kSumPitch;
+constexpr int64_t kPanelAt = kOperandFloats, kSumsAt = kPanelAt + kBlockDepth * kMaxPanel;
 
 // Computes the sums [row][kSumPitch] of rows [first_row, first_row + rows), panels [first_panel,
 // last_panel).

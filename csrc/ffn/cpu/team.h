@@ -42,12 +42,14 @@ struct Panels {
 
 class Team {
  public:
-  // workspace: kWorkerFloats for each worker. batch_invariant: a row's products have the same bits
+  // workspace: worker_floats for each worker. batch_invariant: a row's products have the same bits
   // among any number of rows, if their dtype can be. at_once: a single worker runs a step when it
   // is added, and interleaves none.
-  Team(int64_t workers, float* workspace, bool batch_invariant, bool at_once = false)
+  Team(int64_t workers, float* workspace, int64_t worker_floats, bool batch_invariant,
+       bool at_once = false)
       : workers_(workers),
         workspace_(workspace),
+        worker_floats_(worker_floats),
         batch_invariant_(batch_invariant),
         at_once_(at_once && workers == 1) {}
 
@@ -145,7 +147,7 @@ class Team {
     }
     steps_.assign_shares(workers_);
     parallel(workers_,
-             [&](int64_t worker) { steps_.work(worker, workspace_ + worker * kWorkerFloats); });
+             [&](int64_t worker) { steps_.work(worker, workspace_ + worker * worker_floats_); });
   }
 
  private:
@@ -163,6 +165,7 @@ class Team {
 
   int64_t workers_;
   float* workspace_;
+  int64_t worker_floats_;
   bool batch_invariant_, at_once_;
   Steps steps_;
 };

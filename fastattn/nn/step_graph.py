@@ -8,7 +8,7 @@ Python code between them; counters on the host do not advance.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -163,8 +163,9 @@ class _Recorder(TorchDispatchMode):
         self.used.append(_tensors([call.args, call.kwargs, call.targets]))
 
     def share_memory(self, results: Sequence[Tensor]) -> None:
-        """Gives a tensor the memory of one that no later call uses. An elementwise operation writes
-        its result into an operand that no later call uses. `results` keep their memory.
+        """Tensors that are not in use at the same time share memory: that of the largest of
+        `results`, extended as needed. An elementwise operation writes its result into an operand
+        that no later call uses. `results` keep their memory.
         """
         kept = {tensor.untyped_storage() for tensor in results}
         tensors: dict[torch.UntypedStorage, dict[int, Tensor]] = {}
@@ -189,23 +190,41 @@ class _Recorder(TorchDispatchMode):
                     firsts[into] = firsts[given]
                     break
         made = {storage: size for storage, size in self.made.items() if storage in kept}
-        busy: list[tuple[int, torch.UntypedStorage]] = []
-        free: list[torch.UntypedStorage] = []
-        for storage, views in sorted(tensors.items(), key=lambda item: firsts[item[0]]):
-            free += [slot for end, slot in busy if end < firsts[storage]]
-            busy = [(end, slot) for end, slot in busy if end >= firsts[storage]]
-            size = self.made[storage]
-            if free:
-                # The smallest that is large enough, else the largest, which grows.
-                slot = min(free, key=lambda s: (s.nbytes() < size, abs(s.nbytes() - size)))
-                free.remove(slot)
-                slot.resize_(max(size, slot.nbytes()))
-            else:
-                slot = storage
-            _move(views, slot)
-            busy.append((last[storage], slot))
-            made[slot] = slot.nbytes()
+        # Until the call that writes it, the memory of a result is free.
+        arena = max(made, key=lambda s: made[s], default=torch.UntypedStorage(0))
+        placed = [_Placed(0, arena.nbytes(), firsts.get(arena, 0), len(self.calls))]
+        offsets: dict[torch.UntypedStorage, int] = {}
+        for storage in sorted(tensors, key=lambda s: self.made[s], reverse=True):
+            size, lifetime = self.made[storage], (firsts[storage], last[storage])
+            offsets[storage] = start = _free_offset(placed, size, *lifetime)
+            placed.append(_Placed(start, start + size, *lifetime))
+        arena.resize_(max(each.end for each in placed))
+        made[arena] = arena.nbytes()
+        for storage, start in offsets.items():
+            _move(tensors[storage], arena, start)
         self.made = made
+
+
+class _Placed(NamedTuple):
+    """Bytes [start, end) of the shared memory, in use from one call to another, inclusive."""
+
+    start: int
+    end: int
+    first: int
+    last: int
+
+
+_ALIGNMENT = 64  # bytes, as PyTorch's allocator
+
+
+def _free_offset(placed: Sequence[_Placed], size: int, first: int, last: int) -> int:
+    """The lowest offset of `size` bytes that are free from call `first` to call `last`."""
+    start = 0
+    for each in sorted(p for p in placed if p.first <= last and first <= p.last):
+        if start + size <= each.start:
+            break
+        start = max(start, -(-each.end // _ALIGNMENT) * _ALIGNMENT)
+    return start
 
 
 def _overwritable(call: Call) -> list[tuple[torch.UntypedStorage, torch.UntypedStorage]]:
@@ -228,10 +247,11 @@ def _overwritable(call: Call) -> list[tuple[torch.UntypedStorage, torch.UntypedS
     ]
 
 
-def _move(views: dict[int, Tensor], storage: torch.UntypedStorage) -> None:
-    """To the same places of another storage."""
+def _move(views: dict[int, Tensor], storage: torch.UntypedStorage, start: int = 0) -> None:
+    """To the same places of another storage, `start` bytes further on."""
     for tensor in views.values():
-        tensor.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
+        offset = tensor.storage_offset() + start // tensor.itemsize
+        tensor.set_(storage, offset, tensor.shape, tensor.stride())  # type: ignore[call-overload]
 
 
 _DEPENDS_ON_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}

@@ -137,6 +137,7 @@ int main() {
       {"one pass over the gradients", 4, 4, 4, 200, 230, {}, {}, true, true, true},
       {"queries and keys in passes of their own", 1, 2, 1, 330, 400, {}, {}, false, true, true},
       {"one query, several splits", 1, 4, 2, 1, 2500, {}, {}, false, false, true},
+      {"few queries, several splits", 1, 4, 2, 3, 2500, {}, {}, true, true, true},
       {"packed",
        4,
        3,

@@ -134,6 +134,7 @@ def _results_of_all_options(
         # More tiles of keys than parts of the sums by distance.
         pytest.param(1, 2, 1, 40, 1200, id="keys and queries in passes of their own, many keys"),
         pytest.param(3, 8, 4, 1, 3000, id="one query"),
+        pytest.param(2, 8, 4, 3, 2100, id="few queries"),
     ],
 )
 def test_threads_change_no_bit(B: int, H: int, K: int, M: int, N: int, dtype: torch.dtype) -> None:
@@ -157,11 +158,12 @@ def test_heads_of_a_large_group(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("columns", [1, 64])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("changed", [False, True], ids=["plain", "changed scores"])
+@pytest.mark.parametrize("M", [130, 6])
 def test_dead_positions_may_hold_anything(
-    changed: bool, dtype: torch.dtype, columns: int, value: float
+    M: int, changed: bool, dtype: torch.dtype, columns: int, value: float
 ) -> None:
     """Dead by lengths and by a mask, in q, k, v, dout and dlse: the bits as if they held 0."""
-    B, H, M, N, D = 2, 2, 130, 140, 64
+    B, H, N, D = 2, 2, 140, 64
     sinks = torch.tensor([0.5, -0.5])
     lengths = torch.tensor([140, 70])
     mask = torch.ones(1, 1, M, N, dtype=torch.bool)
@@ -501,6 +503,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 PLAIN: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {  # B, H, K, M, N, D, E; options
     "one query": ((2, 4, 2, 1, 300, 64, 64), {}),
     "one query of a small head": ((1, 3, 3, 1, 5, 8, 24), {"scale": 0.3}),
+    "few queries": ((2, 4, 2, 3, 300, 64, 64), {"causal": "bottom_right"}),
     "short": ((2, 3, 3, 16, 16, 64, 64), {"causal": True}),
     "odd": ((1, 4, 2, 33, 70, 24, 40), {"scale": -0.2}),
     "several tiles": ((1, 2, 2, 200, 200, 16, 16), {"causal": True}),

@@ -135,13 +135,15 @@ def test_results_have_the_bits_of_the_forward(
 
 
 def _packed(dtype: torch.dtype) -> tuple[Inputs, dict[str, Tensor]]:
-    """Heads first. Sequences of one query, of no query, of no key, and a row of no sequence."""
-    queries, keys = [0, 1, 1, 120, 240, 241], [0, 200, 201, 471, 471, 474]
+    """Heads first. Sequences of one or three queries, of no query, of no key, and a row of no
+    sequence.
+    """
+    queries, keys = [0, 1, 1, 120, 240, 243], [0, 200, 201, 471, 471, 474]
     offsets = {
         "cu_seqlens_q": torch.tensor(queries, dtype=torch.int32),
         "cu_seqlens_k": torch.tensor(keys, dtype=torch.int32),
     }
-    shapes = {"q": (4, 242, 40), "k": (2, 475, 40), "v": (2, 475, 24)}
+    shapes = {"q": (4, 244, 40), "k": (2, 475, 40), "v": (2, 475, 24)}
     inputs, tangents = (
         {name: _randn(*x, dtype=dtype, seed=seed + i) for i, (name, x) in enumerate(shapes.items())}
         for seed in (1, 4)

@@ -54,6 +54,7 @@ LENGTHS = {
     "tiles": ((200, 0, 33, 1, 150), (200, 5, 33, 130, 0)),
     "few heads": ((500,), (700,)),
     "one query each": ((1, 1, 0, 1), (2500, 40, 7, 1024)),
+    "few queries each": ((4, 1, 0, 3), (2500, 40, 7, 1024)),
 }
 
 
@@ -80,8 +81,8 @@ def test_threads_change_no_bit(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_sequence_equals_a_call_of_attention(dtype: torch.dtype) -> None:
-    """The same bits beside any other sequences; sequences of one query run the decoding kernel."""
-    lengths, key_lengths = (130, 1, 64, 1), (130, 2100, 200, 3)
+    """The same bits beside any other sequences; those of few queries run the decoding kernel."""
+    lengths, key_lengths = (130, 1, 64, 1, 4, 3), (130, 2100, 200, 3, 1500, 60)
     cu_q, cu_k = _offsets(*lengths), _offsets(*key_lengths)
     q = _randn(sum(lengths), 4, 32, dtype=dtype, seed=1)
     k, v = (_randn(sum(key_lengths), 2, 32, dtype=dtype, seed=s) for s in (2, 3))

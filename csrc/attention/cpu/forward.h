@@ -3,7 +3,7 @@
 // A worker packs the keys and values of a (sequence, kv head) once, each tile when it is first
 // needed, and loops over them for each tile of queries (Dao et al., FlashAttention, 2022): scores,
 // online softmax, weighted values. Tensors that already have an operand's layout are not packed.
-// One query (decoding) packs nothing: it reads keys and values once.
+// For few queries, as in decoding, nothing is packed.
 #pragma once
 
 #include "attention/cpu/decode.h"
@@ -284,7 +284,7 @@ void forward_tiles(const Forward& a, Queue& queue, const ForwardWorkspace& memor
   for_tiles_with_keys(
       a, queue, [&](const QueryTile& first) { return PackedKeys<C>(a, memory, first); },
       [&](const QueryTile& at, PackedKeys<C>& keys) {
-        if (at.sequence.queries > 1) {
+        if (!a.is_few(at.sequence.queries)) {
           forward_tile<C>(a, at, keys, memory);
         } else if (at.h % a.group() == 0) {
           decode_sequence(a, at.sequence, at.kv_head, memory);
@@ -300,7 +300,7 @@ inline void with_units(DType type, const Run& run) {
 
 void forward(const Forward& a, Queue& queue, float* workspace) {
   const ForwardWorkspace memory(a, workspace);
-  if (a.queries == 1) {
+  if (a.is_few(a.queries)) {
     return decode_splits(a, queue, memory);
   }
   with_units(a.type, [&](auto u) { forward_tiles<decltype(u)>(a, queue, memory); });

@@ -9,7 +9,8 @@
 
 namespace fastattn::attention {
 
-// Multiply-adds below which another thread costs more than it saves; decoding is bound by memory.
+// Multiply-adds below which another thread costs more than it saves; with few queries, which take
+// little longer than one, those of one.
 constexpr double kGrain = 1 << 20;
 constexpr double kDecodeGrain = 1 << 16;
 // Chunks of tasks per worker, because tasks differ in length.
@@ -35,7 +36,8 @@ inline double pairs_of(const Problem& a) {
 // Number of workers for a pass of this cost.
 inline int64_t workers_for(const Problem& a, double products, int64_t threads) {
   const double columns = static_cast<double>(a.heads) * (a.head_dim + a.value_dim);
-  const double grains = pairs_of(a) * columns * products / (a.queries == 1 ? kDecodeGrain : kGrain);
+  const double few = kDecodeGrain * std::max(a.queries, 1);
+  const double grains = pairs_of(a) * columns * products / (a.is_few(a.queries) ? few : kGrain);
   return std::clamp<int64_t>(static_cast<int64_t>(std::min(grains, 1e6)), 1, threads);
 }
 
@@ -90,7 +92,7 @@ void launch_forward(const Kernels& kernels, Forward& a, float* workspace, int64_
     team.run(kernel, a, a.batch * a.kv_heads * tasks_of_kv_head,
              chunk_of(a, tasks_of_kv_head, team.workers));
   };
-  if (a.queries != 1) {
+  if (!a.is_few(a.queries)) {
     return run(kernels.forward, a.group() * a.row_tiles());
   }
   run(kernels.forward, a.splits());
@@ -108,7 +110,7 @@ inline int64_t tangents_floats(const Tangents& a, int64_t threads) {
 template <class Parallel>
 void launch_tangents(const Kernels& kernels, Tangents& a, float* workspace, int64_t available,
                      int64_t threads, const Parallel& parallel) {
-  if (a.queries == 1) {
+  if (a.is_few(a.queries)) {
     launch_forward(kernels, a, workspace, available, threads, parallel);
   }
   const auto team = team_of(workers_for(a, kTangentsProducts, threads), workspace, available,

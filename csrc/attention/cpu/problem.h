@@ -38,8 +38,11 @@ constexpr int kDistanceParts = 8;
 constexpr int kMostLanes = 16;
 constexpr int kTileSums = kMostLanes * (kTileDistances + kMostLanes) + kMostLanes;
 
-// Keys of a split for one query (decoding). Where one worker computes all splits, it combines them
-// in the same way, so that the bits are the same.
+// Up to so many queries of the heads that share keys are computed without packing keys, as is one
+// query of any number of heads (decode.h).
+constexpr int kFewRows = 8;
+// Keys of a split for few queries. Where one worker computes all splits, it combines them in the
+// same way, so that the bits are the same.
 constexpr int kSplitKeys = 1024;
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) {
@@ -154,6 +157,8 @@ struct Problem {
     return sinks ? sinks[h] : -std::numeric_limits<float>::infinity();
   }
   int64_t group() const { return kv_heads > 0 ? heads / kv_heads : 0; }
+  // Whether so many queries of a sequence are few.
+  bool is_few(int64_t count) const { return count == 1 || count * group() <= kFewRows; }
   int64_t row_tiles() const { return ceil_div(queries, kTileRows); }
   // Rows of a tile in the workspace, even; few if there are few queries.
   int64_t rows_in_tile() const {
@@ -165,15 +170,23 @@ struct Problem {
 struct Forward : Problem {
   TensorView out;
   float* lse;
-  float* partials;  // one query, several splits: their results [batch, heads, splits()]
+  // Few queries, several splits: their results, for each entry of the batch [its heads x its
+  // queries, splits()].
+  float* partials;
 
   int64_t splits() const { return keys > kSplitKeys ? ceil_div(keys, kSplitKeys) : 1; }
-  // Heads of a group that are computed together for one query.
+  // Heads of a group that are computed together for few queries, and the most rows these have.
   int heads_at_once() const { return static_cast<int>(std::clamp<int64_t>(group(), 1, kTileRows)); }
+  int rows_at_once() const { return std::max(heads_at_once(), queries > 1 ? kFewRows : 1); }
   // A partial result: o weighted by 2^(exponent - m), then m and l.
   int64_t partial_floats() const { return padded(value_dim) + padded(2); }
   int64_t partials_floats() const {
-    return queries == 1 && splits() > 1 ? batch * heads * splits() * partial_floats() : 0;
+    const int64_t rows = batch * heads * queries;
+    return is_few(queries) && splits() > 1 ? rows * splits() * partial_floats() : 0;
+  }
+  // Those of row h * queries + i, for query i of head h.
+  FASTATTN_INLINE float* partials_of(const Sequence& s, int64_t row) const {
+    return partials + (s.b * heads * queries + row) * splits() * partial_floats();
   }
 };
 
@@ -255,14 +268,14 @@ struct ForwardWorkspace {
   int64_t floats;
 
   FASTATTN_INLINE ForwardWorkspace(const Forward& a, float* base)
-      : ForwardWorkspace(a, base, a.queries != 1) {}  // decoding has no tiles of queries
+      : ForwardWorkspace(a, base, !a.is_few(a.queries)) {}
 
   FASTATTN_INLINE ForwardWorkspace(const Forward& a, float* base, bool has_tiles) {
     Arena arena(base);
     const int64_t D = padded(a.head_dim), E = padded(a.value_dim), N = a.key_tiles() * kTileKeys;
-    const int64_t heads = a.heads_at_once();
+    const int64_t few = a.rows_at_once();
     const int64_t tile = has_tiles ? a.rows_in_tile() : 0;
-    const int64_t M = tile > heads ? tile : heads;
+    const int64_t M = tile > few ? tile : few;
     q_rows = arena.take(M * D);
     s = arena.take(M * kTileKeys);
     p = arena.take(tile * kTileKeys);
@@ -272,7 +285,7 @@ struct ForwardWorkspace {
     k_columns = arena.take(tile ? N * D : 0);
     v_pairs = arena.take(tile ? N * E : 0);
     packed = arena.take(tile ? a.key_tiles() : 0);
-    partials = arena.take(2 * heads * a.partial_floats());
+    partials = arena.take(2 * few * a.partial_floats());
     floats = arena.used();
   }
 };
@@ -338,9 +351,9 @@ struct BackwardWorkspace {
 
 // -- kernels -------------------------------------------------------------------------------------
 // Each takes tasks until none is left. Tasks: forward (batch, kv head, head of the group, tile of
-// queries), or (batch, kv head, split) for one query; combine_splits (batch, kv head); tangents
-// (batch, kv head, head of the group, tile of queries), which for one query writes no out and lse;
-// delta and dq (batch, kv head, head, tile of queries); dkv (batch, kv head, key task);
+// queries), or (batch, kv head, split) for few queries; combine_splits (batch, kv head); tangents
+// (batch, kv head, head of the group, tile of queries), which for few queries writes no out and
+// lse; delta and dq (batch, kv head, head, tile of queries); dkv (batch, kv head, key task);
 // all_gradients (batch, kv head); dmask (batch or 1, heads or 1, tile of queries or 1, tile of keys
 // or 1); ddistance_bias (batch or 1, head), after dkv or all_gradients; dsinks (head).
 struct Kernels {

@@ -272,12 +272,12 @@ class TangentTile {
     const Sequence& s = at_.sequence;
     const int64_t position = query_offset(a_.lse_strides, s, at_.h, at_.first);
     const int end = at_.first + rows_.count;
-    const bool decoded = s.queries == 1;  // out and lse are written already
+    const bool written = a_.is_few(s.queries);  // out and lse, by the forward
     float factors[kTileRows];
     for (int i = 0; i < rows_.count; ++i) {
       const SoftmaxState::Total total = sums.state.total(i, a_.sink(at_.h));
       factors[i] = total.weight * a_.dropout.scale;
-      if (!decoded) {
+      if (!written) {
         a_.lse[position + i] = total.lse;
       }
       a_.lse_tangent[position + i] = lse_tangent(sums, i, total);
@@ -289,7 +289,7 @@ class TangentTile {
       store_rows(a_.type, x.data, query_offset(x, s, at_.h, at_.first), x.row_stride, rows_.count,
                  a_.value_dim, from, [&](int i) { return factors[i]; });
     };
-    if (!decoded) {
+    if (!written) {
       store_out(a_.out, memory_.values.o);
       write_dead_rows(a_, s, at_.h, end, at_.end);
     }
@@ -334,8 +334,8 @@ void tangents(const Tangents& a, Queue& queue, float* workspace) {
                                    PackedKeys<C>(changes, memory.changes, first)};
         },
         [&](const QueryTile& at, PackedTangents<C>& packed) {
-          const bool decodes = at.sequence.queries == 1 && a.queries > 1;
-          if (decodes && at.h % a.group() == 0) {
+          const bool few = a.is_few(at.sequence.queries) && !a.is_few(a.queries);
+          if (few && at.h % a.group() == 0) {
             decode_sequence(a, at.sequence, at.kv_head, memory.values);
           }
           TangentTile<C>(a, at, packed, memory).compute();

@@ -21,7 +21,7 @@ Shape shape_of(const Tensor& x, const Tensor& w1, const Tensor& w2) {
   return {dtype_of(x, "x"), rows_in(x), x.size(-1), w1.size(0), w2.size(1), w2.size(0)};
 }
 
-// Of the forward; the backward's is twice as much.
+// The cost of the forward; that of the backward is twice as much.
 int64_t work_of(const Shape& s) {
   return product_work(s.rows, s.D, s.wide) + product_work(s.rows, s.F, s.out);
 }
@@ -88,7 +88,7 @@ struct BackwardWorkspace {
   }
 };
 
-// What memory(arena) takes and workers use for products of at most `rows` rows.
+// A workspace for what memory(arena) takes, and for workers of products of at most `rows` rows.
 template <class Memory>
 Tensor workspace_for(int64_t work, int64_t rows, const Memory& memory) {
   Arena measure(nullptr);

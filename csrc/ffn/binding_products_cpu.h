@@ -142,8 +142,8 @@ inline Product stored(const Matrix& a, const Matrix& b, const Tensor& out, const
 // Whether a row's products have the same bits among any number of rows, if their dtype can be.
 inline thread_local bool batch_invariant = false;
 
-// The workspace of an op that uses `used` floats and computes `work` multiply-adds in products of
-// at most `rows` rows.
+// The workspace of an op that uses `used` floats and whose products, of at most `rows` rows, cost
+// `work` (product_work).
 inline int64_t with_workers(int64_t used, int64_t work, int64_t rows) {
   return with_room_for_large_pages(used + workers_for(work, threads()) * worker_floats(rows));
 }

@@ -24,7 +24,7 @@ import torch
 Call = Callable[[], Any]
 # CUDA events resolve about a microsecond, the start of a graph a few: 0.5 % of 1 ms.
 MIN_ROUND_MS = {"cuda": 4.0, "cpu": 10.0}
-# After a pause the first call finds cold caches and low clocks.
+# The minimum duration of a round after a pause, whose first call finds cold caches and low clocks.
 _ROUND_AFTER_PAUSE_MS = 100.0
 # About a millisecond: longer than the host needs to launch a graph.
 _QUEUE_CYCLES = 2_000_000
@@ -56,9 +56,9 @@ class Timing:
 class Plan:
     """How long to measure.
 
-    round_ms: the minimum duration of a round. rounds: the maximum number of rounds. budget_ms: the
-    duration of all rounds of all candidates, shared equally. Slow candidates get fewer rounds, but
-    at least min_rounds. graph: whether to capture CUDA graphs.
+    round_ms: the minimum duration of a round, longer after a pause. rounds: the maximum number of
+    rounds. budget_ms: the duration of all rounds of all candidates, shared equally. Slow candidates
+    get fewer rounds, but at least min_rounds. graph: whether to capture CUDA graphs.
     """
 
     round_ms: float | None = None

@@ -131,17 +131,21 @@ def test_idle_threads_of_another_process_sleep_before_each_round(
 
     def call() -> None:
         starts.append(clock.now)
-        clock.call(0.1)
+        clock.call(0.25)
 
     call.pid = 1  # type: ignore[attr-defined]
     plan = Plan(round_ms=1.0, rounds=3, min_rounds=3)
     results = time_side_by_side(
-        {"other process": [call], "here": [lambda: clock.call(0.1)]}, CPU, plan
+        {"other process": [call], "here": [lambda: clock.call(0.04)]}, CPU, plan
     )
-    wait = 0.3 if threads > 1 else 0.0
-    assert [b - a for a, b in pairwise(starts[-3:])] == pytest.approx([0.2 + 2 * wait] * 2)
-    for result in results.values():
-        assert isinstance(result, Timing) and result.seconds == pytest.approx([0.1] * 3)
+    # A round of 40 ms is too short after a pause.
+    wait, launches = (0.3, 3) if threads > 1 else (0.0, 1)
+    distance = 0.25 + launches * 0.04 + 2 * wait
+    assert [b - a for a, b in pairwise(starts[-3:])] == pytest.approx([distance] * 2)
+    for name, one, count in (("other process", 0.25, 1), ("here", 0.04, launches)):
+        result = results[name]
+        assert isinstance(result, Timing) and result.launches == count
+        assert result.seconds == pytest.approx([one] * 3)
 
 
 class FakeGpu:

@@ -32,6 +32,10 @@ TYPICAL = (
     "plain",
     "one_query",
     "one_query_odd",
+    "few_queries",
+    "few_queries_window",
+    "few_queries_everything",
+    "few_queries_scores",
     "odd_sizes",
     "d80",
     "e_larger",
@@ -76,9 +80,10 @@ def test_sample(isa: str, sample: Sample, dtype: torch.dtype) -> None:
     # With a larger scale, gradients of lse overflow in fp16.
     [(torch.float32, 100.0), (torch.bfloat16, 100.0), (torch.float16, 0.125)],
 )
-def test_huge_scores(isa: str, dtype: torch.dtype, scale: float) -> None:
+@pytest.mark.parametrize("M", [65, 3])
+def test_huge_scores(isa: str, M: int, dtype: torch.dtype, scale: float) -> None:
     """The rounding errors of scores and of lse are large; recomputed weights must not exceed 1."""
-    options = {"amplitude": 1e4, "key_amplitude": 1e4, "M": 65, "N": 128, "scale": scale}
+    options = {"amplitude": 1e4, "key_amplitude": 1e4, "M": M, "N": 128, "scale": scale}
     sample = Sample("huge", "", partial(make_inputs, **options), ("q", "k", "v"))
     rows = check_sample(Oracle(SPEC, sample, dtype), "cpu", torch.device("cpu"))
     assert rows and not [row for row in rows if row.status != "ok"]
@@ -204,15 +209,16 @@ def test_dead_positions_may_hold_anything(
 @every_isa
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("first", [138, 141, 143])
+@pytest.mark.parametrize("M", [1, 3])
 def test_keys_just_before_the_window_may_hold_anything(
-    isa: str, dtype: torch.dtype, first: int
+    isa: str, M: int, dtype: torch.dtype, first: int
 ) -> None:
     """They may be in the group of keys that the kernel reads together with the first one."""
     N, page = 208, 16
-    q = torch.randn(2, 4, 1, 64).to(dtype)
+    q = torch.randn(2, 4, M, 64).to(dtype)
     k, v = (torch.randn(2, 2, N, 64).to(dtype) for _ in range(2))
     attend = partial(
-        fastattn.attention, q, causal="bottom_right", window=(N - 1 - first, 0), softcap=5.0
+        fastattn.attention, q, causal="bottom_right", window=(N - M - first, 0), softcap=5.0
     )
     expected = attend(k, v)
     k[:, :, :first], v[:, :, :first] = torch.nan, torch.inf

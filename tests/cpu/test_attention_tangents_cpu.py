@@ -118,7 +118,7 @@ def test_large_scores(dtype: torch.dtype) -> None:
 
 
 @each_dtype
-@pytest.mark.parametrize("M, N", [(1, 3000), (1, 70), (130, 257)])
+@pytest.mark.parametrize("M, N", [(1, 3000), (1, 70), (3, 3000), (130, 257)])
 @pytest.mark.parametrize("options", [{}, {"causal": "bottom_right", "window": (90, -1)}])
 def test_results_have_the_bits_of_the_forward(
     M: int, N: int, options: dict[str, Any], dtype: torch.dtype

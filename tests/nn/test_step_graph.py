@@ -164,8 +164,8 @@ def test_shared_memory():
         others[:] = [a, b, difference, tripled]
 
     alone, shared = Tape(step), Tape(step, lambda: [results[0], results[2]])
-    # With shared memory, `difference` overwrites b, a result overwrites `tripled`, and everything
-    # else lies in the memory of the larger result and behind it.
+    # With shared memory, `difference` overwrites b, a result overwrites `tripled`, and all others
+    # lie behind a result.
     for advance, buffers in ((alone, 7), (shared, 2)):
         for _ in range(3):
             advance()
@@ -181,6 +181,26 @@ def test_shared_memory():
         advance.allocate()
         advance()
         assert results[0].tolist() == [(2 * n + 1) * 2 * n for n in x.tolist()]
+
+
+def test_early_tensors_lie_in_the_memory_of_the_result():
+    x, kept, early = torch.arange(1.0, 5.0), [], []
+
+    def step() -> None:
+        a = x.double()
+        b = a.sum(0, keepdim=True)
+        early[:] = [a, b]
+        kept[:] = [b.float() * torch.ones(64)]
+
+    advance = Tape(step, lambda: kept)
+    for _ in range(3):
+        advance()
+        assert torch.equal(kept[0], x.sum().expand(64))
+        x.add_(1)
+    start, size = kept[0].data_ptr(), 64 * 4
+    assert all(start <= tensor.data_ptr() < start + size for tensor in early)
+    assert len({tensor.data_ptr() for tensor in early}) == 2
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in early)
 
 
 def test_an_operand_that_is_read_elsewhere_is_not_overwritten():

@@ -9,8 +9,8 @@
 
 namespace fastattn::attention {
 
-// Multiply-adds below which another thread costs more than it saves; with few queries, which take
-// little longer than one, those of one.
+// Multiply-adds below which another thread costs more than it saves. Few queries are bound by
+// memory: their multiply-adds are those of one query.
 constexpr double kGrain = 1 << 20;
 constexpr double kDecodeGrain = 1 << 16;
 // Chunks of tasks per worker, because tasks differ in length.
@@ -20,15 +20,18 @@ constexpr double kForwardProducts = 1.0;
 constexpr double kTangentsProducts = 3.0;
 constexpr double kBackwardProducts = 3.0;
 
-// (query, key) pairs of all sequences.
-inline double pairs_of(const Problem& a) {
+// (query, key) pairs of all sequences, or of one query each.
+inline double pairs_of(const Problem& a, bool of_one_query) {
+  const auto queries = [&](int count) {
+    return static_cast<double>(of_one_query ? std::min(count, 1) : count);
+  };
   if (!a.cu_seqlens_q) {
-    return static_cast<double>(a.batch) * a.queries * a.keys;
+    return a.batch * queries(a.queries) * a.keys;
   }
   double pairs = 0.0;
   for (int64_t b = 0; b < a.batch; ++b) {
     const Sequence s = a.sequence(b);
-    pairs += static_cast<double>(s.queries) * s.keys;
+    pairs += queries(s.queries) * s.keys;
   }
   return pairs;
 }
@@ -36,8 +39,8 @@ inline double pairs_of(const Problem& a) {
 // Number of workers for a pass of this cost.
 inline int64_t workers_for(const Problem& a, double products, int64_t threads) {
   const double columns = static_cast<double>(a.heads) * (a.head_dim + a.value_dim);
-  const double few = kDecodeGrain * std::max(a.queries, 1);
-  const double grains = pairs_of(a) * columns * products / (a.is_few(a.queries) ? few : kGrain);
+  const bool few = a.is_few(a.queries);
+  const double grains = pairs_of(a, few) * columns * products / (few ? kDecodeGrain : kGrain);
   return std::clamp<int64_t>(static_cast<int64_t>(std::min(grains, 1e6)), 1, threads);
 }
 

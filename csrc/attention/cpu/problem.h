@@ -39,7 +39,7 @@ constexpr int kMostLanes = 16;
 constexpr int kTileSums = kMostLanes * (kTileDistances + kMostLanes) + kMostLanes;
 
 // Up to so many queries of the heads that share keys are computed without packing keys, as is one
-// query of any number of heads (decode.h).
+// query of any number of heads (decode.h; with AVX-512 not measured).
 constexpr int kFewRows = 8;
 // Keys of a split for few queries. Where one worker computes all splits, it combines them in the
 // same way, so that the bits are the same.
@@ -170,21 +170,25 @@ struct Problem {
 struct Forward : Problem {
   TensorView out;
   float* lse;
-  // Few queries, several splits: their results, for each entry of the batch [its heads x its
-  // queries, splits()].
+  // Few queries, several splits: their results [batch, heads x queries, splits()], in a packed
+  // batch the first rows of each entry.
   float* partials;
 
   int64_t splits() const { return keys > kSplitKeys ? ceil_div(keys, kSplitKeys) : 1; }
   // Heads of a group that are computed together for few queries, and the most rows these have.
   int heads_at_once() const { return static_cast<int>(std::clamp<int64_t>(group(), 1, kTileRows)); }
-  int rows_at_once() const { return std::max(heads_at_once(), queries > 1 ? kFewRows : 1); }
+  int rows_at_once() const {
+    const int64_t few =
+        is_few(queries) ? std::min<int64_t>(group() * queries, kTileRows) : kFewRows;
+    return std::max(heads_at_once(), static_cast<int>(few));
+  }
   // A partial result: o weighted by 2^(exponent - m), then m and l.
   int64_t partial_floats() const { return padded(value_dim) + padded(2); }
   int64_t partials_floats() const {
     const int64_t rows = batch * heads * queries;
     return is_few(queries) && splits() > 1 ? rows * splits() * partial_floats() : 0;
   }
-  // Those of row h * queries + i, for query i of head h.
+  // Those of row h * s.queries + i, for query i of head h.
   FASTATTN_INLINE float* partials_of(const Sequence& s, int64_t row) const {
     return partials + (s.b * heads * queries + row) * splits() * partial_floats();
   }

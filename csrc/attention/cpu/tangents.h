@@ -3,9 +3,10 @@
 //
 //   lse' = sum p ds + p_sink sink'     out' = dropout(p) v' + dropout(p (ds - lse')) v
 //
-// Tiles and the order of sums are the forward's, so the bits of out and lse are, too. lse' is known
-// after the last tile only. Until then the mean of ds over the keys so far takes its place, and a
-// change of the mean by c changes the sum for out' by -c times that for out.
+// Tiles and the order of sums are the forward's, so the bits of out and lse are, too; for few
+// queries the forward itself computes them. lse' is known after the last tile only. Until then the
+// mean of ds over the keys so far takes its place, and a change of the mean by c changes the sum
+// for out' by -c times that for out.
 #pragma once
 
 #include "attention/cpu/forward.h"

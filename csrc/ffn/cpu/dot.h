@@ -47,8 +47,8 @@ template <class T>
 constexpr int64_t kCopyPitch = (kChunkBytes + 64) / sizeof(T);
 static_assert(kLanes * (kChunkBytes + 64) <= kOperandFloats * static_cast<int64_t>(sizeof(float)));
 // With fewer rows of x a row of w is read from its beginning to its end, otherwise a chunk of all
-// rows at a time, so that x stays in the cache (depth 2048 with AVX2, 512 columns: 1 row takes 115
-// us instead of 131, 4 rows 181 instead of 213). Not measured elsewhere.
+// rows at a time, so that x stays in the cache (depth 2048 with AVX2, 512 columns: 4 rows take 181
+// us instead of 213). Not measured elsewhere.
 constexpr int kFewRows = kLanes == 8 ? kCopyRows : 0;
 
 // Vectors along the depth, loaded in kParts parts.
@@ -148,8 +148,7 @@ void dot_rows(const T* x, int64_t x_stride, const T* w, int64_t w_stride, int co
 // `rows` rows of x times the columns of half a panel. Tiles prefetch the next half panel, at
 // `ahead`, into the L2 cache, each its share of the rows. (Weights of 154 MB, one Zen 5 thread: 4
 // rows take 7.7 ms with one prefetched row a tile and 6.6 with four, 8 rows 8.2 and 7.6 with two.
-// One row takes 5.3 ms without and 5.6 with prefetching; with AVX2 a weight of 32000 x 512
-// takes 4.7 ms without and 3.2 with.)
+// One row takes 5.3 ms without and 5.6 with prefetching.)
 template <class T>
 void dot_half(const T* x, int64_t x_stride, int rows, const T* w, int64_t w_stride, int columns,
               int64_t numbers, const T* ahead, int64_t ahead_stride, float* sums, bool add) {

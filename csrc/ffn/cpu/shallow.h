@@ -46,7 +46,7 @@ template <class T>
 void shallow_block(const Product& p, int64_t first_row, int rows, int64_t first_panel,
                    int64_t last_panel, float* workspace) {
   using Unit = typename UnitsOf<T>::Unit;
-  // A worker's own panels use the memory of its sums.
+  // A worker's own panels use the memory of its sums, which is that of kBlockRows.
   static_assert(kShallowDepth <= kBlockDepth && kShallowDepth <= kBlockRows);
   const int units = static_cast<int>(ceil_div(p.a.columns, UnitsOf<T>::kDepth));
   const int64_t panel_units = units * kPanel, pitch = p.epilogue.out.row_stride;

@@ -17,7 +17,7 @@ namespace fastattn::ffn {
 // packs, drops or sums.
 constexpr int64_t kGrain = 3 << 17;
 constexpr int64_t kPackGrain = 1 << 15;
-// Fewer rows take nearly as long, the time to read a weight.
+// Fewer rows take nearly as long as these: reading the weight takes the time.
 constexpr int64_t kLeastRows = 4;
 // Tasks for each worker, where the shape allows them.
 constexpr int64_t kTasksPerWorker = 4;

@@ -228,7 +228,7 @@ SAMPLES = (
        D=16, causal="bottom_right_lengths", key_lengths=[300, 0, 129]),
     _s("own_diagonals_one_query_window", "decoding with a sliding window", H=4, K=2, B=3, M=1,
        N=300, D=16, causal="bottom_right_lengths", window=(100, 0), key_lengths=[300, 7, 129]),
-    _s("own_diagonals_few_queries", "decoding of several positions over a long cache", H=4, K=2,
+    _s("own_diagonals_five_queries", "decoding of several positions over a long cache", H=4, K=2,
        B=3, M=5, N=1100, D=16, causal="bottom_right_lengths", key_lengths=[1100, 3, 640]),
     _s("bool_mask", "any pattern", "interpreter", mask="bool BHMN", M=66, N=70),
     _s("bool_mask_keys", "a padding mask, not expanded", "interpreter", mask="bool BN", N=129),

@@ -34,7 +34,8 @@ constexpr int kAcrossPitch = kBlockRows + 16;
 // A worker's workspace: its left block, a panel of its own, and its sums (or shallow panels).
 constexpr int64_t kOperandFloats = kBlockDepth * kAcrossPitch;
 static_assert(kBlockRows * kOperandPitch <= kOperandFloats);
-// The size of that workspace for products of at most `rows` rows; shallow ones use all of it.
+// The size of that workspace for products of at most `rows` rows; shallow ones need that of
+// kBlockRows.
 constexpr int64_t worker_floats(int64_t rows) {
   return kOperandFloats + kBlockDepth * kMaxPanel +
          (rows < kBlockRows ? rows : kBlockRows) * kBlockPanels * kMaxPanel;

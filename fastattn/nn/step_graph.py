@@ -29,9 +29,9 @@ def recorded(
 
     results: the tensors made by a step that are read after it, until the next step begins. If
     given, a replay on a CPU computes all others in memory that they share with a result; else it
-    computes each in memory of its own. weights: on a CPU they
-    are moved to large pages (250 MB, one Zen 5 thread: the products of a step take 4.4 ms instead
-    of 5.0 with 154 MB of them; moving takes 0.09 s).
+    computes each in memory of its own. weights: on a CPU they are moved to large pages (250 MB, one
+    Zen 5 thread: the products of a step take 4.4 ms instead of 5.0 with 154 MB of them; moving
+    takes 0.09 s).
     For a CUDA graph the step runs twice; `rewind` resets its tensors to the start, also before this
     returns.
     """

@@ -158,6 +158,17 @@ def test_heads_of_a_large_group(dtype: torch.dtype) -> None:
             assert torch.equal(one, many[:, h : h + 1]), h
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("M", [2, 5, 8])
+def test_a_short_sequence_has_the_bits_of_a_padded_batch(M: int, dtype: torch.dtype) -> None:
+    """Its queries are few, but it attends to itself."""
+    q, k, v = (_randn(2, 2, 20, 32, dtype=dtype, seed=s) for s in range(3))
+    attend = partial(fastattn.attention, return_lse=True, backend="cpu")
+    padded = attend(q, k, v, key_lengths=torch.tensor([20, M]))
+    alone = attend(*(x[1:, :, :M] for x in (q, k, v)))
+    assert all(torch.equal(one[0], many[1, :, :M]) for one, many in zip(alone, padded, strict=True))
+
+
 # -- values at dead positions ---------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", [1, 64])

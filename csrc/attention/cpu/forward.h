@@ -284,7 +284,7 @@ void forward_tiles(const Forward& a, Queue& queue, const ForwardWorkspace& memor
   for_tiles_with_keys(
       a, queue, [&](const QueryTile& first) { return PackedKeys<C>(a, memory, first); },
       [&](const QueryTile& at, PackedKeys<C>& keys) {
-        if (!a.is_few(at.sequence.queries)) {
+        if (!a.is_few(at.sequence)) {
           forward_tile<C>(a, at, keys, memory);
         } else if (at.h % a.group() == 0) {
           decode_sequence(a, at.sequence, at.kv_head, memory);
@@ -300,7 +300,7 @@ inline void with_units(DType type, const Run& run) {
 
 void forward(const Forward& a, Queue& queue, float* workspace) {
   const ForwardWorkspace memory(a, workspace);
-  if (a.is_few(a.queries)) {
+  if (a.all_few()) {
     return decode_splits(a, queue, memory);
   }
   with_units(a.type, [&](auto u) { forward_tiles<decltype(u)>(a, queue, memory); });

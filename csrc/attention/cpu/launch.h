@@ -9,8 +9,8 @@
 
 namespace fastattn::attention {
 
-// Multiply-adds below which another thread costs more than it saves. Few queries are bound by
-// memory: their multiply-adds are those of one query.
+// Multiply-adds below which another thread costs more than it saves; kDecodeGrain: with few
+// queries, which are bound by memory and counted as one.
 constexpr double kGrain = 1 << 20;
 constexpr double kDecodeGrain = 1 << 16;
 // Chunks of tasks per worker, because tasks differ in length.
@@ -20,27 +20,21 @@ constexpr double kForwardProducts = 1.0;
 constexpr double kTangentsProducts = 3.0;
 constexpr double kBackwardProducts = 3.0;
 
-// (query, key) pairs of all sequences, or of one query each.
-inline double pairs_of(const Problem& a, bool of_one_query) {
-  const auto queries = [&](int count) {
-    return static_cast<double>(of_one_query ? std::min(count, 1) : count);
-  };
-  if (!a.cu_seqlens_q) {
-    return a.batch * queries(a.queries) * a.keys;
-  }
-  double pairs = 0.0;
-  for (int64_t b = 0; b < a.batch; ++b) {
-    const Sequence s = a.sequence(b);
-    pairs += queries(s.queries) * s.keys;
-  }
-  return pairs;
-}
-
 // Number of workers for a pass of this cost.
 inline int64_t workers_for(const Problem& a, double products, int64_t threads) {
-  const double columns = static_cast<double>(a.heads) * (a.head_dim + a.value_dim);
-  const bool few = a.is_few(a.queries);
-  const double grains = pairs_of(a, few) * columns * products / (few ? kDecodeGrain : kGrain);
+  const auto grains_of = [&](int queries, int keys) {
+    return a.is_few(queries, keys) ? std::min(queries, 1) * (keys / kDecodeGrain)
+                                   : queries * (keys / kGrain);
+  };
+  double grains = 0.0;  // of a column
+  if (!a.cu_seqlens_q) {
+    grains = a.batch * grains_of(a.queries, a.keys);
+  }
+  for (int64_t b = 0; a.cu_seqlens_q && b < a.batch; ++b) {
+    const Sequence s = a.sequence(b);
+    grains += grains_of(s.queries, s.keys);
+  }
+  grains *= a.heads * static_cast<double>(a.head_dim + a.value_dim) * products;
   return std::clamp<int64_t>(static_cast<int64_t>(std::min(grains, 1e6)), 1, threads);
 }
 
@@ -95,7 +89,7 @@ void launch_forward(const Kernels& kernels, Forward& a, float* workspace, int64_
     team.run(kernel, a, a.batch * a.kv_heads * tasks_of_kv_head,
              chunk_of(a, tasks_of_kv_head, team.workers));
   };
-  if (!a.is_few(a.queries)) {
+  if (!a.all_few()) {
     return run(kernels.forward, a.group() * a.row_tiles());
   }
   run(kernels.forward, a.splits());
@@ -113,7 +107,7 @@ inline int64_t tangents_floats(const Tangents& a, int64_t threads) {
 template <class Parallel>
 void launch_tangents(const Kernels& kernels, Tangents& a, float* workspace, int64_t available,
                      int64_t threads, const Parallel& parallel) {
-  if (a.is_few(a.queries)) {
+  if (a.all_few()) {
     launch_forward(kernels, a, workspace, available, threads, parallel);
   }
   const auto team = team_of(workers_for(a, kTangentsProducts, threads), workspace, available,

@@ -157,8 +157,14 @@ struct Problem {
     return sinks ? sinks[h] : -std::numeric_limits<float>::infinity();
   }
   int64_t group() const { return kv_heads > 0 ? heads / kv_heads : 0; }
-  // Whether so many queries of a sequence are few.
-  bool is_few(int64_t count) const { return count == 1 || count * group() <= kFewRows; }
+  // Whether these are few queries. Those of a sequence that attends to itself are not: in a padded
+  // batch they would be more, and a sentence's scores must have the same bits there.
+  bool is_few(int64_t queries, int64_t keys) const {
+    return queries == 1 || (queries != keys && queries * group() <= kFewRows);
+  }
+  bool is_few(const Sequence& s) const { return is_few(s.queries, s.keys); }
+  // Whether those of all sequences are.
+  bool all_few() const { return queries == 1 || (!cu_seqlens_q && is_few(queries, keys)); }
   int64_t row_tiles() const { return ceil_div(queries, kTileRows); }
   // Rows of a tile in the workspace, even; few if there are few queries.
   int64_t rows_in_tile() const {
@@ -170,23 +176,22 @@ struct Problem {
 struct Forward : Problem {
   TensorView out;
   float* lse;
-  // Few queries, several splits: their results [batch, heads x queries, splits()], in a packed
-  // batch the first rows of each entry.
+  // Few queries, several splits: their results [batch, heads x queries, splits()].
   float* partials;
 
   int64_t splits() const { return keys > kSplitKeys ? ceil_div(keys, kSplitKeys) : 1; }
-  // Heads of a group that are computed together for few queries, and the most rows these have.
+  // Heads of a group that are computed together for few queries, and the most rows these have: of
+  // this call, or of a sequence of a packed one that is not few itself.
   int heads_at_once() const { return static_cast<int>(std::clamp<int64_t>(group(), 1, kTileRows)); }
-  int rows_at_once() const {
-    const int64_t few =
-        is_few(queries) ? std::min<int64_t>(group() * queries, kTileRows) : kFewRows;
+  FASTATTN_INLINE int rows_at_once() const {
+    const int64_t few = all_few() ? std::min<int64_t>(group() * queries, kTileRows) : kFewRows;
     return std::max(heads_at_once(), static_cast<int>(few));
   }
   // A partial result: o weighted by 2^(exponent - m), then m and l.
   int64_t partial_floats() const { return padded(value_dim) + padded(2); }
   int64_t partials_floats() const {
     const int64_t rows = batch * heads * queries;
-    return is_few(queries) && splits() > 1 ? rows * splits() * partial_floats() : 0;
+    return all_few() && splits() > 1 ? rows * splits() * partial_floats() : 0;
   }
   // Those of row h * s.queries + i, for query i of head h.
   FASTATTN_INLINE float* partials_of(const Sequence& s, int64_t row) const {
@@ -272,7 +277,7 @@ struct ForwardWorkspace {
   int64_t floats;
 
   FASTATTN_INLINE ForwardWorkspace(const Forward& a, float* base)
-      : ForwardWorkspace(a, base, !a.is_few(a.queries)) {}
+      : ForwardWorkspace(a, base, !a.all_few()) {}
 
   FASTATTN_INLINE ForwardWorkspace(const Forward& a, float* base, bool has_tiles) {
     Arena arena(base);

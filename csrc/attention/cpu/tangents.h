@@ -273,7 +273,7 @@ class TangentTile {
     const Sequence& s = at_.sequence;
     const int64_t position = query_offset(a_.lse_strides, s, at_.h, at_.first);
     const int end = at_.first + rows_.count;
-    const bool written = a_.is_few(s.queries);  // out and lse, by the forward
+    const bool written = a_.is_few(s);  // out and lse, by the forward
     float factors[kTileRows];
     for (int i = 0; i < rows_.count; ++i) {
       const SoftmaxState::Total total = sums.state.total(i, a_.sink(at_.h));
@@ -335,7 +335,7 @@ void tangents(const Tangents& a, Queue& queue, float* workspace) {
                                    PackedKeys<C>(changes, memory.changes, first)};
         },
         [&](const QueryTile& at, PackedTangents<C>& packed) {
-          const bool few = a.is_few(at.sequence.queries) && !a.is_few(a.queries);
+          const bool few = a.is_few(at.sequence) && !a.all_few();
           if (few && at.h % a.group() == 0) {
             decode_sequence(a, at.sequence, at.kv_head, memory.values);
           }

@@ -109,6 +109,8 @@ SAMPLES = (
        keys=[2049, 30], H=2, K=1, D=16),
     _s("one_query_each", "only decoding: several splits, one split, no keys, no query",
        queries=[1, 1, 1, 0], keys=[2049, 30, 0, 5], H=2, K=1, D=16),
+    _s("few_queries_each", "beams: several splits, one split, no keys, no query",
+       queries=[4, 1, 3, 0], keys=[2049, 30, 0, 5], H=4, K=2, D=16, causal="bottom_right"),
     _s("d80", "other tile sizes for wide heads", queries=[65, 20], keys=[70, 33], D=80,
        causal="bottom_right"),
     _s("d128", "other tile sizes for wide heads", queries=[130, 65], H=4, K=2, D=128,

@@ -27,12 +27,13 @@ inline int64_t workers_for(const Problem& a, double products, int64_t threads) {
                                    : queries * (keys / kGrain);
   };
   double grains = 0.0;  // of a column
-  if (!a.cu_seqlens_q) {
+  if (a.cu_seqlens_q) {
+    for (int64_t b = 0; b < a.batch; ++b) {
+      const Sequence s = a.sequence(b);
+      grains += grains_of(s.queries, s.keys);
+    }
+  } else {
     grains = a.batch * grains_of(a.queries, a.keys);
-  }
-  for (int64_t b = 0; a.cu_seqlens_q && b < a.batch; ++b) {
-    const Sequence s = a.sequence(b);
-    grains += grains_of(s.queries, s.keys);
   }
   grains *= a.heads * static_cast<double>(a.head_dim + a.value_dim) * products;
   return std::clamp<int64_t>(static_cast<int64_t>(std::min(grains, 1e6)), 1, threads);

@@ -65,8 +65,8 @@ def _store_matrix(transposes: bool) -> Primitive:
     return Primitive(registers, _NOTHING, torch.zeros_like(rows), rows)
 
 
-def _load_matrix() -> Primitive:
-    store = _store_matrix(True)
+def _load_matrix(transposes: bool) -> Primitive:
+    store = _store_matrix(transposes)
     return Primitive(store.expected, _NOTHING, torch.zeros_like(store.a), store.a)
 
 
@@ -147,7 +147,8 @@ PRIMITIVES: dict[str, Callable[[], Primitive]] = {
     "bulk copies": _bulk_copies,
     "stmatrix": lambda: _store_matrix(False),
     "stmatrix trans": lambda: _store_matrix(True),
-    "ldmatrix trans": _load_matrix,
+    "ldmatrix": lambda: _load_matrix(False),
+    "ldmatrix trans": lambda: _load_matrix(True),
     "ex2 lg2 rcp": _exponentials,
     "semaphore": _semaphore,
     "dependent launch": _dependent_launch,

@@ -360,25 +360,26 @@ def test_backward_instance(name: str, tmp_path: Path) -> None:
 # -- feed-forward network -------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Ffn:
-    """A step's product. blocks: of 64 rows for each warpgroup. major: which operands' tiles are
-    transposed. activations: copies of the epilogue.
+    """A step's product. blocks: of 64 rows for each warpgroup. transposed: which operands' tiles
+    are. activations: copies of the epilogue. results, loaded: of a part of a tile.
     """
 
     columns: int
     blocks: int
     transposed: str
     activations: int
-    has_turns: bool
+    results: int = 1
+    loaded: int = 0
 
 
 FFN_STEPS = {
-    "up": Ffn(128, 2, "", 4, True),
-    "up_gated": Ffn(128, 2, "", 3, True),
-    "down": Ffn(256, 1, "", 1, False),
-    "dhidden": Ffn(128, 2, ".tnspB", 4, True),
-    "dhidden_gated": Ffn(128, 2, ".tnspB", 3, True),
-    "dx": Ffn(256, 1, ".tnspB", 1, False),
-    "dw": Ffn(256, 1, ".tnspA.tnspB", 1, False),
+    "up": Ffn(128, 2, "", 4, results=2),
+    "up_gated": Ffn(128, 2, "", 3, results=3),
+    "down": Ffn(128, 2, "", 1, loaded=1),
+    "dhidden": Ffn(128, 2, ".tnspB", 4, results=2, loaded=1),
+    "dhidden_gated": Ffn(128, 2, ".tnspB", 3, results=3, loaded=2),
+    "dx": Ffn(256, 1, ".tnspB", 1),
+    "dw": Ffn(256, 1, ".tnspA.tnspB", 1),
 }
 
 
@@ -414,18 +415,17 @@ def test_ffn_instance(name: str, tmp_path: Path) -> None:
 
     assert count(r"USETMAXREG\.DEALLOC\S* 0x18") == 1
     assert count(r"USETMAXREG\.TRY_ALLOC\S* UP\d, 0xf0") == 1
-    assert count(r"UTMALDG\.4D") == 2
-    # Results, hidden and residuals are read and written 16 bytes at a time.
-    groups, rows = f.columns // 32, 2 * f.blocks
-    pieces = groups * rows * f.activations // (2 if step == "up_gated" else 1)
-    assert count(r"STG\.E\.128") == {
-        "up": 2 * pieces,  # hidden and the activation
-        "up_gated": 3 * pieces,  # gate, up and the activation
-        "down": 3 * pieces,  # 16 bits, or two halves of fp32
-        "dw": 3 * pieces,  # the same, of parts
-        "dhidden": 2 * pieces - groups * rows,  # dpre and the activation, which relu has saved
-        "dhidden_gated": 3 * pieces,
-    }.get(step, pieces)
-    loads = {"down": 2 * pieces + groups, "dhidden": pieces, "dhidden_gated": 2 * pieces}
-    assert count(r"LDG\.E\.128") >= loads.get(step, 0)
-    assert count(r"(LD|ST)G\.E\.(U16|64)\b") <= 4  # the seed
+    # Epilogues: boxes of 64 columns of 16 rows pass between TMA and registers as matrices of 8 x 8,
+    # 16 columns at a time. What else is accessed are biases, the seed, and the sums of columns.
+    boxes = f.blocks * f.columns // 64 // (2 if step == "up_gated" else 1)
+    results, loaded = f.activations * f.results, f.activations * f.loaded
+    floats = 2 * boxes if step in ("down", "dw") else 0  # of fp32, half as wide
+    unwritten = 1 if step == "dhidden" else 0  # relu has saved the activation
+    assert count(r"\bSTSM\b.*\.M88\.4") == 4 * boxes * (results - unwritten)
+    assert count(r"\bLDSM\b.*\.M88\.4") == 4 * boxes * loaded
+    assert count(r"UTMASTG\.4D") == boxes * results + floats
+    assert count(r"UTMALDG\.4D") >= 2 + loaded
+    assert count(r"STG\.E") <= (7 if step.startswith("dhidden") else 0)
+    biases = f.columns // 8 if step in ("up", "up_gated", "down") else 0
+    assert count(r"LDG\.E\b") - count(r"LDG\.E\.64") == biases
+    assert count(r"LDG\.E\.64") <= 4  # the seed

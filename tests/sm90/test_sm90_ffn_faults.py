@@ -31,10 +31,13 @@ from fastattn.testing.spec import Inputs, Sample
 TESTS = Path(__file__).resolve().parent
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
-PING_PONG = ("kUpGated", "kDhidden", "kDhiddenGated")
-STEPS = (*PING_PONG, "kDown", "kDw")
+PING_PONG = ("kUpGated", "kDown", "kDhidden", "kDhiddenGated")
+STEPS = (*PING_PONG, "kDw")
 TRANSPOSED_B = ("kDhidden", "kDhiddenGated", "kDw")
 DROPPING = ("kUpGated", "kDown", "kDhiddenGated")
+LOADING = ("kDown", "kDhidden", "kDhiddenGated")
+SUMMING = ("kDhidden", "kDhiddenGated")
+SEVERAL_COLUMNS = (*LOADING, "kDw")  # of boxes
 
 
 def _mutations() -> list[tuple[Mutation, tuple[str, ...]]]:
@@ -56,7 +59,7 @@ def _mutations() -> list[tuple[Mutation, tuple[str, ...]]]:
        only=("kUpGated", *TRANSPOSED_B))  # fmt: skip
     # Barriers and the ring
     of("storage.cuh", "shared.empty[slot].init(Traits::kPingPong ? 1 : kGroups);",
-       "shared.empty[slot].init(1);", only=("kDown", "kDw"))  # fmt: skip
+       "shared.empty[slot].init(1);", only=("kDw",))  # fmt: skip
     of("producer.cuh", "group ^= Traits::kPingPong ? 1 : 0;", "", only=PING_PONG)
     of("producer.cuh", "at.phase() ^ 1", "at.phase()")
     of("producer.cuh", "place.row_tile * kTileRows", "0")
@@ -67,73 +70,112 @@ def _mutations() -> list[tuple[Mutation, tuple[str, ...]]]:
     of("consumer.cuh", "release(at.passed - 2);", "release(at.passed - 1);", "")
     of("consumer.cuh", "tile_number(n + 1) < tile_count(args)", "false", only=PING_PONG)
     of("consumer.cuh", "k > 0 || accumulate", "true", "k > 0", "accumulate")
-    of("consumer.cuh", "group * Shared::TileA::kBlockBytes", "0", only=("kDown", "kDw"))
+    of("consumer.cuh", "group * Shared::TileA::kBlockBytes", "0", only=("kDw",))
     of("consumer.cuh", "block * Shared::TileA::kBlockBytes", "0", only=PING_PONG)
-    # Positions
-    of("epilogue.cuh", "first_row + i / 2 * kMmaRows + i % 2 * sm90::kRowStep",
-       "first_row + i / 2 * kMmaRows",
-       "first_row + i % 2 * kMmaRows + i / 2 * sm90::kRowStep")  # fmt: skip
-    of("epilogue.cuh", "first_column + group * kGroupColumns", "first_column",
-       "first_column + group * kPieceColumns")  # fmt: skip
-    of("epilogue.cuh", "row(i) < args.rows && column(group) < args.columns",
-       "row(i) < args.rows", "column(group) < args.columns",
-       "row(i) <= args.rows && column(group) < args.columns")  # fmt: skip
-    of("epilogue.cuh", "hidden + pair * args.columns", "hidden", only=("kDhiddenGated",))
-    of("epilogue.cuh", "at + pair * args.columns", "at", only=("kUpGated", "kDhiddenGated"))
-    of("epilogue.cuh", "row(i) * epilogue.residual_stride + column(group)",
-       "row(i) * args.columns + column(group)", only=("kDown",))  # fmt: skip
-    of("epilogue.cuh", "group + kColumnGroups", "group", only=("kUpGated",))
+    of("consumer.cuh", "Traits::kPingPong ? n / kGroups : n", "n", only=("kDhidden",))
+    # Boxes: places
+    of("epilogue.cuh", "(Traits::kPingPong ? 0 : group * kMmaRows)", "0", only=("kDw",))
+    of("epilogue.cuh", "warp * sm90::kWarpRows", "0")
+    of("epilogue.cuh", "box % kBlocks * kMmaRows", "0", only=PING_PONG)
+    of("epilogue.cuh", "box / kBlocks * BoxOf<Out>::kColumns", "0", "box / kBlocks * kGroupColumns",
+       only=SEVERAL_COLUMNS)  # fmt: skip
+    store = (
+        "ptx::cp_async_bulk_tensor_store(&args.out, result_box(box, pair), place.column, place.row,"
+        f"\n{' ' * 40}pair, part);"
+    )
+    of("epilogue.cuh", store, store.replace("pair, part", "0, part"),
+       only=("kUpGated", "kDhiddenGated"))  # fmt: skip
+    load = (
+        "ptx::cp_async_bulk_tensor_load(result_box(box, pair), &args.loaded, full.address(),"
+        f"\n{' ' * 37}place.column, place.row, pair, 0, ptx::kEvictFirst);"
+    )
+    of("epilogue.cuh", load, load.replace("row, pair", "row, 0"), only=("kDhiddenGated",))
+    of("ffn_product_sm90.cuh", "Traits::kDhidden ? stride : e.residual_stride", "stride",
+       only=("kDown",))  # fmt: skip
+    # Boxes: memory and waits
+    of("epilogue.cuh", "shared.results[group][warp][box % Traits::kSlots][pair].address()",
+       "shared.results[group][warp][0][pair].address()")  # fmt: skip
+    of("epilogue.cuh", "shared.activated.of[group][warp][box % Traits::kActivatedSlots].address()",
+       "shared.activated.of[group][warp][0].address()", only=("kUpGated",))  # fmt: skip
+    of("epilogue.cuh", "use % 2", "0", "1", only=LOADING)
+    of("epilogue.cuh", "box >= kLag && later < kBoxes<Out>", "later < kBoxes<Out>", "box >= kLag",
+       only=("kDown", "kDhiddenGated"))  # fmt: skip
+    of("epilogue.cuh", "kDhidden && epilogue.activated", "false", only=("kDhiddenGated",))
+    wait = "ptx::cp_async_bulk_wait_group_read<kLag - 1>();"
+    of("epilogue.cuh", wait, wait.replace(" - 1", ""), only=("kDown",))
+    wait = "ptx::cp_async_bulk_wait_group_read<Traits::kSlots - 1>();"
+    of("epilogue.cuh", wait, wait.replace(" - 1", ""), only=("kUpGated", "kDw"))
+    of("epilogue.cuh", "kPartGroups * part + lane / sm90::kWarpRows", "kPartGroups * part",
+       only=("kUpGated", *SUMMING))  # fmt: skip
+    of("epilogue.cuh", "lane % sm90::kWarpRows", "lane % 8", only=("kUpGated", *SUMMING))
+    # Biases and values
+    of("epilogue.cuh", "column + i * kGroupColumns", "column", only=("kUpGated", "kDown"))
+    of("epilogue.cuh", "at + pair * args.columns", "at", only=("kUpGated",))
+    of("epilogue.cuh", "elements && at < args.columns", "elements != nullptr",
+       only=("kUpGated", "kDown"))  # fmt: skip
+    of("epilogue.cuh", "pair * Traits::kOutColumns / 2 + part_of_tile * kValues + i",
+       "part_of_tile * kValues + i", only=("kUpGated",))  # fmt: skip
+    of("epilogue.cuh", "pair * kTileGroups + part_of_tile * kPartGroups + i / 4",
+       "part_of_tile * kPartGroups + i / 4", only=("kUpGated",))  # fmt: skip
+    of("epilogue.cuh", "box / kBlocks * kParts + part_of_box", "part_of_box", only=SEVERAL_COLUMNS)
+    of("epilogue.cuh", "i / 2 % 2 * sm90::kRowStep", "0", only=("kDown",))
+    of("epilogue.cuh", "column % kPieceColumns * sizeof(float)", "0", only=("kDown",))
     # Dropout
-    of("epilogue.cuh", "dropout::flat_row_key(row_state[0], row(i))",
-       "dropout::flat_row_key(row_state[0], i)", only=DROPPING)  # fmt: skip
-    of("epilogue.cuh", "dropout.column_keys(first)", "dropout.column_keys(first + 4)",
-       only=DROPPING)  # fmt: skip
-    of("piece.cuh", "unit + 1", "unit", only=DROPPING)
-    of("piece.cuh", "24 - 8 * (j % 4)", "24 - 8 * (j / 4)", only=DROPPING)
-    of("piece.cuh", "static_cast<uint32_t>(dropout.threshold)",
-       "static_cast<uint32_t>(dropout.threshold + 1)", only=DROPPING)  # fmt: skip
-    # Values and sums
-    of("epilogue.cuh", "hidden[0][j] > 0.0f", "hidden[0][j] >= 0.0f", only=("kDhidden",))
+    of("box_dropout.cuh", "own + (is_odd() ? sm90::kRowStep : 0)", "own", only=DROPPING)
+    of("box_dropout.cuh", "column / kUnit + lane_ % kUnits", "column / kUnit",
+       "column / kUnit + lane_ % 8", only=("kUpGated", "kDhiddenGated"))  # fmt: skip
+    of("box_dropout.cuh", "(2 * part + group) * 2 + lane_ % 4 / 2",
+       "(2 * part + group) * 2", only=DROPPING)  # fmt: skip
+    of("box_dropout.cuh", "is_odd() == (row == 1)", "row == 1", only=DROPPING)
+    of("box_dropout.cuh", "is_odd() ? word : word << 16", "word", only=DROPPING)
+    of("box_dropout.cuh", "(i % 2 ? word : word << 8)", "word", only=DROPPING)
+    of("box_dropout.cuh", "static_cast<uint32_t>(dropout_.threshold)",
+       "static_cast<uint32_t>(dropout_.threshold + 1)", only=DROPPING)  # fmt: skip
+    # Derivatives and sums
+    of("epilogue.cuh", "hidden[0][i] > 0.0f", "hidden[0][i] >= 0.0f", only=("kDhidden",))
     of("epilogue.cuh", "da * act.slope", "da * act.value", only=("kDhiddenGated",))
-    of("epilogue.cuh", "lanes < kWarp", "lanes < kWarp / 2", only=("kDhidden", "kDhiddenGated"))
-    of("epilogue.cuh", "warp < kWarpsPerGroup", "warp < 3", only=("kDhidden", "kDhiddenGated"))
-    of("epilogue.cuh", "ptx::bar_sync(kSumsBarrier + group, kWarpgroup);", "",
-       only=("kDhidden", "kDhiddenGated"))  # fmt: skip
-    of("epilogue.cuh", "sum += shared.sums.of[group][warp][i];",
-       "sum += shared.sums.of[0][warp][i];", only=("kDhidden", "kDhiddenGated"))  # fmt: skip
+    of("epilogue.cuh", "is_first && is_upper", "is_upper", only=SUMMING)
+    of("epilogue.cuh", "lanes < kWarp", "lanes < kWarp / 2", only=SUMMING)
+    of("epilogue.cuh", "other < kWarpsPerGroup", "other < 3", only=SUMMING)
+    of("epilogue.cuh", "ptx::bar_sync(kSumsBarrier + group, kWarpgroup);", "", only=SUMMING)
+    of("epilogue.cuh", "sum += shared.sums.of[group][other][i];",
+       "sum += shared.sums.of[0][other][i];", only=SUMMING)  # fmt: skip
     return found
 
 
 MUTATIONS = _mutations()
 SUM_MUTATIONS = [
-    Mutation("ffn/sm90/column_sums.cuh", right, wrong)
-    for right, wrong in (
-        ("row_block * kTileRows + i", "i"),
-        ("first_column + thread * kPieceColumns", "thread * kPieceColumns"),
-        ("row >= args.rows || column >= args.columns", "row >= args.rows"),
-        ("row >= args.rows || column >= args.columns", "column >= args.columns"),
-        ("dropout::flat_row_key(row_state, row)", "dropout::flat_row_key(row_state, i)"),
-        ("dropout.column_keys(column)", "dropout.column_keys(thread * kPieceColumns)"),
-        ("sums[j] += v[j];", "sums[j] = v[j];"),
-        ("sum += shared.sums[i][threadIdx.x];", "sum = shared.sums[i][threadIdx.x];"),
-        ("first_column + static_cast<int>(threadIdx.x) < args.columns", "true"),
-        ("i < args.rows", "i < kRowThreads"),
-        ("static_cast<int64_t>(i) * args.columns + column", "column"),
-        ("static_cast<int64_t>(part) * args.columns + column", "column"),
-        ("sums[j] += piece.data[j];", "sums[j] = piece.data[j];"),
-        ("total += shared.sums[i][thread];", "total = shared.sums[i][thread];"),
-        ("row_thread == 0 && column < args.columns", "row_thread == 0"),
+    Mutation(f"ffn/sm90/{file}.cuh", right, wrong)
+    for file, right, wrong in (
+        ("column_sums", "row_block * kTileRows + i", "i"),
+        ("column_sums", "first_column + thread * kPieceColumns", "thread * kPieceColumns"),
+        ("column_sums", "row >= args.rows || column >= args.columns", "row >= args.rows"),
+        ("column_sums", "row >= args.rows || column >= args.columns", "column >= args.columns"),
+        ("column_sums", "dropout::flat_row_key(row_state, row)",
+         "dropout::flat_row_key(row_state, i)"),
+        ("column_sums", "dropout.column_keys(column)",
+         "dropout.column_keys(thread * kPieceColumns)"),
+        ("column_sums", "sums[j] += v[j];", "sums[j] = v[j];"),
+        ("column_sums", "sum += shared.sums[i][threadIdx.x];",
+         "sum = shared.sums[i][threadIdx.x];"),
+        ("column_sums", "first_column + static_cast<int>(threadIdx.x) < args.columns", "true"),
+        ("column_sums", "i < args.rows", "i < kRowThreads"),
+        ("column_sums", "static_cast<int64_t>(i) * args.columns + column", "column"),
+        ("column_sums", "static_cast<int64_t>(part) * args.columns + column", "column"),
+        ("column_sums", "sums[j] += piece.data[j];", "sums[j] = piece.data[j];"),
+        ("column_sums", "total += shared.sums[i][thread];", "total = shared.sums[i][thread];"),
+        ("column_sums", "row_thread == 0 && column < args.columns", "row_thread == 0"),
+        ("piece", "unit + 1", "unit"),
+        ("piece", "24 - 8 * (j % 4)", "24 - 8 * (j / 4)"),
+        ("piece", "static_cast<uint32_t>(dropout.threshold)",
+         "static_cast<uint32_t>(dropout.threshold + 1)"),
     )
-]
+]  # fmt: skip
 
 # All of these stay in the kernel: they are harmless on this simulator.
 HARMLESS = (
     Harmless("no pin", "pin_sums(); < wait_ping_pong();", "only products write the sums"),
-    *(
-        Harmless("no pin", f"ptx::pin({name});", "only saves registers")
-        for name in ("thread", "here", "row_state")
-    ),
-    Harmless("no syncwarp", "keeps the compiler from loading", "only saves registers"),
+    Harmless("no pin", "ptx::pin(bias);", "only saves registers"),
 )
 
 

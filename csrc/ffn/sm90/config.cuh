@@ -29,6 +29,13 @@ constexpr int kThreads = (kGroups + 1) * kWarpgroup;
 constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 static_assert(kDepth == sm90::kChunkColumns, "128 bytes, the width of the swizzle");
 
+// What TMA loads and stores for an epilogue: 128 bytes of each of a warp's 16 rows.
+constexpr int kBoxBytes = sm90::kWarpRows * sm90::kRowBytes;
+template <class Value>
+struct BoxOf {
+  static constexpr int kColumns = sm90::kRowBytes / static_cast<int>(sizeof(Value));
+};
+
 template <DType kType>
 struct TypeOf;
 template <>
@@ -54,10 +61,9 @@ constexpr ProductConfig product_config(Step step) {
   using ptx::kMajorK, ptx::kMajorN;
   switch (step) {
     case Step::kUp:
-    case Step::kUpGated:  // activations, dropout and two results: a long epilogue
-      return {true, 128, kMajorK, kMajorK};
+    case Step::kUpGated:
     case Step::kDown:
-      return {false, 256, kMajorK, kMajorK};
+      return {true, 128, kMajorK, kMajorK};
     case Step::kDhidden:
     case Step::kDhiddenGated:
       return {true, 128, kMajorK, kMajorN};
@@ -85,8 +91,18 @@ struct ProductTraits {
   // Blocks of 64 rows that a warpgroup computes.
   static constexpr int kBlocks = kTileRows / kMmaRows / (kPingPong ? 1 : kGroups);
   static constexpr int kStages = 4;
+  // The epilogue (epilogue.cuh): gate and up, or one result; whether TMA loads what it reads;
+  // whether these may be fp32; whether it has an activation.
+  static constexpr int kPairs = kGated ? 2 : 1;
+  static constexpr bool kLoads = kDhidden || kStep == Step::kDown;
+  static constexpr bool kMayBeFloat = kStep == Step::kDown || kStep == Step::kDw;
+  static constexpr bool kActivates = kUp || kDhidden;
+  // Boxes of a warp in shared memory: those with what is loaded and the result that replaces it,
+  // and those with the activation.
+  static constexpr int kSlots = kLoads && !kGated ? 4 : 2;
+  static constexpr int kActivatedSlots = kUp ? 2 : kDhidden ? 1 : 0;
   // Columns that are summed.
-  static constexpr int kSumColumns = kDhidden ? kColumns * (kGated ? 2 : 1) : 0;
+  static constexpr int kSumColumns = kDhidden ? kColumns * kPairs : 0;
 
   static_assert(kBlocks * kColumns == 256, "128 sums per thread");
 };

@@ -35,16 +35,20 @@ struct Consumer {
     for (int n = Traits::kPingPong ? group : 0; tile_number(n) < tile_count(args);
          n += Traits::kPingPong ? kGroups : 1) {
       at = {static_cast<uint32_t>(n) * args.steps};
-      prefetch_tile<Traits>(args, tile_place(args, tile_number(n)), group);
+      TileEpilogue<Traits> epilogue(shared, args, tile_place(args, tile_number(n)), group,
+                                    Traits::kPingPong ? n / kGroups : n);
+      epilogue.begin();
       wait_ping_pong();
       issue_products();
       if (tile_number(n + 1) < tile_count(args)) {
         arrive_ping_pong();
       }
+      epilogue.load_bias();
       await_products();
-      const TilePlace place = tile_place(args, tile_number(n));
-      finish_tile<Traits>(shared, args, place, group, rSums);
+      epilogue.run(rSums);
     }
+    // The stores have read their shared memory before it is given up.
+    ptx::cp_async_bulk_wait_group_read<0>();
   }
 
   __device__ __forceinline__ int tile_number(int n) const { return blockIdx.x + n * gridDim.x; }

@@ -58,6 +58,29 @@ inline bool encode_operand(CUtensorMap* map, CUtensorMapDataType type, const Mat
   return sm90::encode_tensor_map(map, type, view, {1, 1, x.rows, x.columns}, box_rows);
 }
 
+// A tensor [parts, rows, pairs, columns] that epilogues access in boxes, if it is there.
+inline bool encode_boxes(CUtensorMap* map, CUtensorMapDataType type, const ProductShape& shape,
+                         int parts, int pairs, const void* data, int64_t row_stride) {
+  const TensorView view = {const_cast<void*>(data), row_stride * shape.rows, shape.columns,
+                           row_stride};
+  return !data || sm90::encode_tensor_map(
+                      map, type, view, {parts, pairs, shape.rows, shape.columns}, sm90::kWarpRows);
+}
+
+template <class Traits>
+bool encode_epilogue(ProductArguments& args, CUtensorMapDataType type, const ProductShape& shape,
+                     const Product& p) {
+  constexpr int kPairs = Traits::kPairs;
+  const Epilogue& e = p.epilogue;
+  const int64_t stride = int64_t{kPairs} * shape.columns;
+  const CUtensorMapDataType of_out = e.out_is_float ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : type;
+  return encode_boxes(&args.loaded, of_out, shape, 1, kPairs,
+                      Traits::kDhidden ? e.hidden : e.residual,
+                      Traits::kDhidden ? stride : e.residual_stride) &&
+         encode_boxes(&args.out, of_out, shape, p.parts, kPairs, e.out, stride) &&
+         encode_boxes(&args.activated, type, shape, 1, 1, e.activated, shape.columns);
+}
+
 template <DType kType, Step kStep>
 const char* ffn_product_sm90(const Product& p, cuda::Stream stream) {
   using Traits = ProductTraits<typename TypeOf<kType>::Element, kStep>;
@@ -77,7 +100,8 @@ const char* ffn_product_sm90(const Product& p, cuda::Stream stream) {
   const bool encoded =
       encode_operand(&args.a, TypeOf<kType>::kMapType, p.a, box_rows<typename Shared::TileA>(1)) &&
       encode_operand(&args.b, TypeOf<kType>::kMapType, p.b,
-                     box_rows<typename Shared::TileB>(Traits::kPairsRows ? 2 : 1));
+                     box_rows<typename Shared::TileB>(Traits::kPairsRows ? 2 : 1)) &&
+      encode_epilogue<Traits>(args, TypeOf<kType>::kMapType, shape, p);
   if (!encoded) {
     return "the driver refused a tensor map: addresses and strides must be "
            "multiples of 16 bytes";

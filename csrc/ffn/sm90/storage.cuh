@@ -12,6 +12,9 @@
 // In ping-pong each consumer has barriers `full` of its own, of which it sees every phase: parities
 // would not tell a phase of the other's tiles from one of its own.
 //
+//   loaded[g][w]   warp w of consumer g, with the bytes of a box       1       0  this warp
+//       [slot]
+//
 // Named barriers (bar.sync, bar.arrive); 0 is __syncthreads.
 //
 //   number                who                                                        threads
@@ -37,6 +40,20 @@ struct WarpSums {
 template <>
 struct WarpSums<0> {};
 
+// A box of an epilogue, swizzled.
+struct alignas(sm90::kTileAlignment) Box {
+  char data[kBoxBytes];
+
+  __device__ __forceinline__ uint32_t address() const { return ptx::shared_address(data); }
+};
+
+template <int kSlots>
+struct ActivatedBoxes {
+  Box of[kGroups][kWarpsPerGroup][kSlots];
+};
+template <>
+struct ActivatedBoxes<0> {};
+
 template <class Traits>
 struct SharedStorage {
   using Element = typename Traits::Element;
@@ -45,8 +62,11 @@ struct SharedStorage {
 
   TileA a[Traits::kStages];
   TileB b[Traits::kStages];
+  Box results[kGroups][kWarpsPerGroup][Traits::kSlots][Traits::kPairs];
+  ActivatedBoxes<Traits::kActivatedSlots> activated;
   Barrier full[Traits::kStages][Traits::kPingPong ? kGroups : 1];
   Barrier empty[Traits::kStages];
+  Barrier loaded[kGroups][kWarpsPerGroup][Traits::kSlots];
   WarpSums<Traits::kSumColumns> sums;
 };
 
@@ -57,6 +77,15 @@ __device__ __forceinline__ void init_barriers(SharedStorage<Traits>& shared) {
       full.init(1);
     }
     shared.empty[slot].init(Traits::kPingPong ? 1 : kGroups);
+  }
+  if constexpr (Traits::kLoads) {
+    for (auto& of_group : shared.loaded) {
+      for (auto& of_warp : of_group) {
+        for (Barrier& loaded : of_warp) {
+          loaded.init(1);
+        }
+      }
+    }
   }
   ptx::fence_mbarrier_init();
 }

@@ -144,16 +144,22 @@ struct StoreMatrix {
   }
 };
 
-// The inverse of StoreMatrix<true>.
+// The inverse of StoreMatrix.
+template <bool kTransposes>
 struct LoadMatrix {
   static constexpr int kThreads = kWarp, kBlocks = 1;
-  using Shared = StoreMatrix<true>::Shared;
+  using Shared = typename StoreMatrix<kTransposes>::Shared;
   static __device__ void run(Shared& shared, const Arguments& args) {
     const int lane = threadIdx.x;
     shared.rows[lane] = static_cast<const uint4*>(args.a)[lane];
     __syncwarp();
     uint32_t r[4];
-    ptx::ldmatrix_x4_trans(ptx::shared_address(&shared.rows[lane]), r);
+    const uint32_t from = ptx::shared_address(&shared.rows[lane]);
+    if constexpr (kTransposes) {
+      ptx::ldmatrix_x4_trans(from, r);
+    } else {
+      ptx::ldmatrix_x4(from, r);
+    }
     static_cast<uint4*>(args.out)[lane] = {r[0], r[1], r[2], r[3]};
   }
 };
@@ -448,7 +454,8 @@ constexpr Entry kPrimitives[] = {
     {"bulk copies", &launch_primitive<BulkCopies>},
     {"stmatrix", &launch_primitive<StoreMatrix<false>>},
     {"stmatrix trans", &launch_primitive<StoreMatrix<true>>},
-    {"ldmatrix trans", &launch_primitive<LoadMatrix>},
+    {"ldmatrix", &launch_primitive<LoadMatrix<false>>},
+    {"ldmatrix trans", &launch_primitive<LoadMatrix<true>>},
     {"ex2 lg2 rcp", &launch_primitive<Exponentials>},
     {"semaphore", &launch_primitive<Semaphore>},
     {"dependent launch", &launch_primitive<DependentLaunch>},

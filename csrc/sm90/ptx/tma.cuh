@@ -46,10 +46,11 @@ __device__ __forceinline__ void cp_async_bulk_commit_group() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Waits until this thread's stores have read their shared memory.
+// Waits until this thread's stores, except the last kPending groups, have read their shared memory.
 // PTX ISA: .../#data-movement-and-conversion-instructions-cp-async-bulk-wait-group
+template <int kPending>
 __device__ __forceinline__ void cp_async_bulk_wait_group_read() {
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
 // Waits until this thread's stores are complete.

@@ -50,12 +50,6 @@ __device__ __forceinline__ void bar_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Brings the line of 128 bytes at an address in global memory into the L2 cache.
-// PTX ISA: .../#data-movement-and-conversion-instructions-prefetch-prefetchu
-__device__ __forceinline__ void prefetch_l2(const void* address) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
-}
-
 // Orders this thread's ordinary shared-memory writes before later reads by TMA or wgmma.
 // PTX ISA: .../#parallel-synchronization-and-communication-instructions-membar-fence
 __device__ __forceinline__ void fence_proxy_async() {
@@ -81,8 +75,16 @@ __device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, uint32_t r0,
       : "memory");
 }
 
-// Loads four 8x8 matrices, each transposed: lane i gives the address of row i % 8 of matrix i / 8,
-// which then is a column. PTX ISA: .../#warp-level-matrix-instructions-ldmatrix
+// Loads four 8x8 matrices; lane i gives the address of row i % 8 of matrix i / 8.
+// PTX ISA: .../#warp-level-matrix-instructions-ldmatrix
+__device__ __forceinline__ void ldmatrix_x4(uint32_t address, uint32_t (&r)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+
+// The same with every matrix transposed: lane i gives the address of a row that then is a column.
 __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t address, uint32_t (&r)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])

@@ -1,4 +1,5 @@
-// TMA descriptors of [batch, heads, rows, columns] tensors of 16-bit elements, columns contiguous.
+// TMA descriptors of [batch, heads, rows, columns] tensors, columns contiguous, of 16-bit elements
+// or fp32.
 #pragma once
 
 #include <cuda.h>
@@ -38,18 +39,18 @@ inline EncodeTiled encoder() {
 
 }  // namespace detail
 
-// Encodes a map whose boxes are one chunk of `box_rows` rows, swizzled. TMA needs an address and
-// strides that are multiples of 16 bytes. False if the driver refuses.
+// Encodes a map whose boxes are `box_rows` rows of 128 bytes (a chunk), swizzled. TMA needs an
+// address and strides that are multiples of 16 bytes. False if the driver refuses.
 inline bool encode_tensor_map(CUtensorMap* map, CUtensorMapDataType type, const TensorView& view,
                               const TensorShape& shape, int box_rows) {
-  constexpr int kElementBytes = 2;
+  const int element_bytes = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4 : 2;
   const detail::EncodeTiled encode = detail::encoder();
   if (!encode) {
     return false;
   }
   // The driver also checks the stride of a dimension of size 1, which is never used.
-  const auto stride = [](int64_t elements, int size) {
-    return static_cast<cuuint64_t>(size == 1 ? kPieceBytes : elements * kElementBytes);
+  const auto stride = [&](int64_t elements, int size) {
+    return static_cast<cuuint64_t>(size == 1 ? kPieceBytes : elements * element_bytes);
   };
   const cuuint64_t sizes[] = {
       static_cast<cuuint64_t>(shape.columns), static_cast<cuuint64_t>(shape.rows),
@@ -57,7 +58,8 @@ inline bool encode_tensor_map(CUtensorMap* map, CUtensorMapDataType type, const 
   const cuuint64_t strides[] = {stride(view.row_stride, shape.rows),
                                 stride(view.head_stride, shape.heads),
                                 stride(view.batch_stride, shape.batch)};
-  const cuuint32_t box[] = {kChunkColumns, static_cast<cuuint32_t>(box_rows), 1, 1};
+  const cuuint32_t box[] = {static_cast<cuuint32_t>(kRowBytes / element_bytes),
+                            static_cast<cuuint32_t>(box_rows), 1, 1};
   const cuuint32_t steps[] = {1, 1, 1, 1};
   return encode(map, type, 4, view.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
                 CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,

@@ -78,7 +78,7 @@ void mbarrier_wait(uint32_t barrier, uint32_t parity);
 // Four dimensions, columns first, strides in bytes, boxes of 64 columns of two bytes.
 struct Map {
   char* data;
-  int64_t sizes[4], strides[4];
+  int64_t sizes[4], strides[4];  // of columns, rows, heads, batch; in elements and in bytes
   int box_rows;
 };
 void tensor_load(uint32_t to, const Map& map, uint32_t barrier, const int (&at)[4]);
@@ -86,7 +86,7 @@ void tensor_store(const Map& map, uint32_t from, const int (&at)[4]);
 void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier);
 void bulk_store(void* to, uint32_t from, uint32_t bytes, bool add);
 void bulk_commit_group();
-void bulk_wait_group(bool read_only);
+void bulk_wait_group(int pending, bool read_only);
 
 // -- wgmma ----------------------------------------------------------------------------------------
 struct Product {

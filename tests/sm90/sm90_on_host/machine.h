@@ -20,7 +20,6 @@ inline Map map_of(const CUtensorMap* map) {
 namespace fastattn::sm90::ptx {
 
 // -- warp.cuh -------------------------------------------------------------------------------------
-ON_HOST void prefetch_l2(const void*) {}
 ON_HOST uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(static_cast<const char*>(pointer) - on_host::shared);
 }
@@ -64,6 +63,15 @@ ON_HOST void stmatrix_x4_trans(uint32_t address, uint32_t r0, uint32_t r1, uint3
     row[i] = static_cast<uint16_t>(words[i * 4 + lane % 8 / 2].word[lane / 8] >> 16 * (lane % 2));
   }
   on_host::store_shared(address, row, sizeof(row));
+}
+// Lane 4 i + j gets elements 2 j and 2 j + 1 of row i of each matrix.
+ON_HOST void ldmatrix_x4(uint32_t address, uint32_t (&r)[4]) {
+  const uint4 row = *reinterpret_cast<const uint4*>(on_host::shared + address);
+  const on_host::Words* words = on_host::exchange({{row.x, row.y, row.z, row.w}});
+  const unsigned lane = threadIdx.x % on_host::kWarpLanes;
+  for (unsigned j = 0; j < 4; ++j) {
+    r[j] = words[8 * j + lane / 4].word[lane % 4];
+  }
 }
 ON_HOST void ldmatrix_x4_trans(uint32_t address, uint32_t (&r)[4]) {
   const uint4 row = *reinterpret_cast<const uint4*>(on_host::shared + address);
@@ -138,11 +146,12 @@ ON_HOST void cp_reduce_async_bulk_add(void* to, uint32_t from, uint32_t bytes) {
 ON_HOST void cp_async_bulk_commit_group() {
   on_host::bulk_commit_group();
 }
+template <int kPending>
 ON_HOST void cp_async_bulk_wait_group_read() {
-  on_host::bulk_wait_group(true);
+  on_host::bulk_wait_group(kPending, true);
 }
 ON_HOST void cp_async_bulk_wait_group() {
-  on_host::bulk_wait_group(false);
+  on_host::bulk_wait_group(0, false);
 }
 
 // -- wgmma.cuh ------------------------------------------------------------------------------------

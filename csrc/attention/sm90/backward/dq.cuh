@@ -55,7 +55,7 @@ __device__ __forceinline__ void add_dq(BackwardStorage<Traits>& shared,
         ptx::cp_reduce_async_bulk_add(piece_to, from, kBytes);
       }
       ptx::cp_async_bulk_commit_group();
-      ptx::cp_async_bulk_wait_group_read();
+      ptx::cp_async_bulk_wait_group_read<0>();
       slot.empty.arrive();
       position.advance();
     }

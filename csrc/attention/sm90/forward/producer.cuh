@@ -138,7 +138,7 @@ __device__ __forceinline__ void store_tiles(SharedStorage<Traits>& shared,
     shared.out.tiles[group].store(&args.out_map, args.value_dim,
                                   tile.origin + tile.row + group * kMmaRows, tile.head,
                                   batch_entry(args, tile));
-    ptx::cp_async_bulk_wait_group_read();
+    ptx::cp_async_bulk_wait_group_read<0>();
     slot.empty.arrive();
     output.advance();
   }

@@ -13,7 +13,7 @@
 namespace on_host {
 namespace {
 
-// Where a row of a box lies in the tensor, and how many of its 64 columns are inside.
+// Where a row of a box lies in the tensor, and how many of its 128 bytes are inside.
 std::pair<char*, int> row_of(const Map& map, const int (&at)[4], int row) {
   const int64_t place[] = {at[0], at[1] + row, at[2], at[3]};
   char* element = map.data + place[0] * map.strides[0];
@@ -23,7 +23,8 @@ std::pair<char*, int> row_of(const Map& map, const int (&at)[4], int row) {
     }
     element += place[d] * map.strides[d];
   }
-  return {element, static_cast<int>(std::clamp<int64_t>(map.sizes[0] - place[0], 0, 64))};
+  const int64_t inside = (map.sizes[0] - place[0]) * map.strides[0];
+  return {element, static_cast<int>(std::clamp<int64_t>(inside, 0, kBoxRow))};
 }
 constexpr uint32_t kStep = 1024;  // bytes that come together
 
@@ -55,12 +56,11 @@ void advance_load(Block& block, size_t index) {
       continue;
     }
     for (uint32_t row = piece * kStep / kBoxRow; row < (piece * kStep + size) / kBoxRow; ++row) {
-      const auto [element, columns] = row_of(load.map, load.at, static_cast<int>(row));
+      const auto [element, inside] = row_of(load.map, load.at, static_cast<int>(row));
       char line[kBoxRow] = {};
-      if (columns > 0) {
-        std::memcpy(line, element, columns * 2);
-        report(global_shadow.read(element, columns * 2, actor), load.access, "reads", element,
-               columns * 2);
+      if (inside > 0) {
+        std::memcpy(line, element, inside);
+        report(global_shadow.read(element, inside, actor), load.access, "reads", element, inside);
       }
       for (uint32_t i = 0; i < kBoxRow; i += kBoxPiece) {
         std::memcpy(block.memory + swizzled(load.to + row * kBoxRow + i), line + i, kBoxPiece);
@@ -126,7 +126,7 @@ void start_store(Store store) {
   }
   store.thread = &thread;
   store.strict = block.in_order;
-  ++thread.stores;
+  store.number = ++thread.stores;
   outside(store.from, store.bytes, block, access_of(block, thread.index, 0, store.where));
   const int reader = kFirstReader + thread.storer, writer = kFirstWriter + thread.storer;
   store.reader = access_of(block, reader, ++counters[block.segment][reader], store.where);
@@ -150,7 +150,7 @@ bool advance_store(Store& store) {
       // What lies outside of the tensor may be anything.
       for (uint32_t i = 0; i < store.bytes && failure.empty(); i += kBoxPiece) {
         const int row = static_cast<int>(i / kBoxRow);
-        if (row_of(store.map, store.at, row).second * 2 > static_cast<int>(i % kBoxRow)) {
+        if (row_of(store.map, store.at, row).second > static_cast<int>(i % kBoxRow)) {
           check(swizzled(store.from + i), kBoxPiece);
         }
         std::memcpy(store.data.data() + i, block.memory + swizzled(store.from + i), kBoxPiece);
@@ -182,9 +182,9 @@ bool advance_store(Store& store) {
     return true;
   }
   for (uint32_t row = 0; row < store.bytes / kBoxRow; ++row) {
-    const auto [element, columns] = row_of(store.map, store.at, static_cast<int>(row));
-    if (columns > 0) {
-      write(element, store.data.data() + row * kBoxRow, columns * 2);
+    const auto [element, inside] = row_of(store.map, store.at, static_cast<int>(row));
+    if (inside > 0) {
+      write(element, store.data.data() + row * kBoxRow, inside);
     }
   }
   return true;
@@ -247,14 +247,9 @@ ON_HOST_ENTRY void bulk_commit_group() {
   if (commits(Fault::kNoBulkCommit, ON_HOST_WHERE)) {
     return;
   }
-  for (Store& store : current->block->grid->stores) {
-    if (store.thread == current) {
-      store.committed = true;
-    }
-  }
-  current->stores_committed = current->stores;
+  current->store_groups.push_back(current->stores);
 }
-ON_HOST_ENTRY void bulk_wait_group(bool read_only) {
+ON_HOST_ENTRY void bulk_wait_group(int pending, bool read_only) {
   const uint32_t where = ON_HOST_WHERE;
   if (commits(Fault::kNoBulkWait, where)) {
     return;
@@ -262,20 +257,25 @@ ON_HOST_ENTRY void bulk_wait_group(bool read_only) {
   if (!read_only && commits(Fault::kOnlyReadWait, where)) {
     read_only = true;
   }
-  wait_for({Wait::kBulk, nullptr, 0, read_only, where});
   Thread& thread = *current;
+  const std::vector<uint32_t>& groups = thread.store_groups;
+  const int waited_for = static_cast<int>(groups.size()) - pending;
+  const uint32_t last = waited_for > 0 ? groups[waited_for - 1] : 0;
+  wait_for({Wait::kBulk, nullptr, last, read_only, where});
   if (thread.storer < 0) {
     return;
   }
-  // Of this thread's stores the committed ones have read, and have written unless `read_only`.
+  // This thread's stores up to `last` have read, and have written unless `read_only`.
   const int segment = thread.block->segment;
   const int reader = kFirstReader + thread.storer, writer = kFirstWriter + thread.storer;
-  const uint32_t uncommitted = thread.stores - thread.stores_committed;
-  thread.clock->known[segment][reader] = counters[segment][reader] - uncommitted;
+  const uint32_t later = thread.stores - last;
+  uint32_t& reads = thread.clock->known[segment][reader];
+  reads = std::max(reads, counters[segment][reader] - later);
   if (!read_only) {
     // PTX ISA, async proxy: a bulk copy that is complete has a proxy fence behind it.
-    thread.clock->known[segment][writer] = counters[segment][writer] - uncommitted;
-    thread.clock->fenced[segment][writer] = thread.clock->known[segment][writer];
+    uint32_t& writes = thread.clock->known[segment][writer];
+    writes = std::max(writes, counters[segment][writer] - later);
+    thread.clock->fenced[segment][writer] = writes;
   }
   ++thread.version;
 }

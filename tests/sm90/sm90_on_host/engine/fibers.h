@@ -55,7 +55,8 @@ bool is_ready(const Thread& thread) {
       return static_cast<const WgmmaQueue*>(wait.object)->complete >= wait.value;
     case Wait::kBulk: {
       for (const Store& store : thread.block->grid->stores) {
-        if (store.thread == &thread && store.committed && (wait.number ? !store.read : true)) {
+        const bool is_waited_for = store.thread == &thread && store.number <= wait.value;
+        if (is_waited_for && (wait.number ? !store.read : true)) {
           return false;
         }
       }

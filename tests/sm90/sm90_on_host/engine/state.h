@@ -63,7 +63,8 @@ struct Thread {
   std::vector<uint32_t> commits;
   // stores
   int storer = -1;
-  uint32_t stores = 0, stores_committed = 0;
+  uint32_t stores = 0;
+  std::vector<uint32_t> store_groups;  // stores up to the end of each committed group
   int exchanges = 0;
   Doubtful doubtful;
 };
@@ -129,11 +130,12 @@ struct Load {
   Access access;
 };
 struct Store {
-  bool tensor, add, strict, committed = false, read = false;
+  bool tensor, add, strict, read = false;
   Map map;
   int at[4];
   char* to;
   uint32_t from, bytes, where;
+  uint32_t number;  // of the thread's stores, from 1 on
   Thread* thread;
   std::shared_ptr<Clock> clock;
   Access reader, writer;

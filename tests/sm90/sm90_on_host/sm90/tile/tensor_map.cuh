@@ -10,12 +10,13 @@ struct TensorShape {
   int batch, heads, rows, columns;
 };
 
-inline bool encode_tensor_map(CUtensorMap* map, CUtensorMapDataType, const TensorView& view,
+inline bool encode_tensor_map(CUtensorMap* map, CUtensorMapDataType type, const TensorView& view,
                               const TensorShape& shape, int box_rows) {
+  const int64_t bytes = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4 : 2;
   const on_host::Map result = {
       static_cast<char*>(view.data),
       {shape.columns, shape.rows, shape.heads, shape.batch},
-      {2, 2 * view.row_stride, 2 * view.head_stride, 2 * view.batch_stride},
+      {bytes, bytes * view.row_stride, bytes * view.head_stride, bytes * view.batch_stride},
       box_rows};
   for (int d = 1; d < 4; ++d) {
     if (result.sizes[d] > 1 && (result.strides[d] <= 0 || result.strides[d] % 16)) {

@@ -23,29 +23,49 @@ __device__ __forceinline__ char* dynamic_memory() {
 }
 
 // -- rows that are copied ahead -------------------------------------------------------------------
-// A thread's columns of the rows of z, dy and dz, copied into shared memory `stages` rows ahead, so
-// that memory is busy while a row is computed. A thread reads what it has copied itself. Where
-// elements are accessed one by one, they are read from global memory.
+// A row's statistics; 0 where there is no such row, or no dy.
+struct Statistics {
+  float mean = 0.0f, rstd = 0.0f;
+};
+__device__ __forceinline__ bool has_statistics(const BackwardProblem& p, int64_t row) {
+  return row < p.rows && p.dy.columns > 0;
+}
+__device__ __forceinline__ Statistics statistics_of(const BackwardProblem& p, int64_t row) {
+  if (!has_statistics(p, row)) {
+    return {};
+  }
+  return {p.centred ? p.mean[row] : 0.0f, p.rstd[row]};
+}
+
+// A thread's columns of the rows of z, dy and dz, and the rows' statistics where memory suffices,
+// copied into shared memory `stages` rows ahead, so that memory is busy while a row is computed. A
+// thread reads what it has copied itself. Elements that are accessed one by one are read from
+// global memory.
 template <class Z, int kWidth, int kValues>
 class RowRing {
  public:
   static constexpr int kVectors = kValues / kWidth;
   static constexpr bool kCopies = kWidth > 1;
+  static constexpr bool kMayCopyStatistics = kCopies && kValues <= kFewValues;
 
   // row: the thread's first one.
   __device__ __forceinline__ RowRing(const BackwardProblem& p, const Columns& columns, int64_t row)
       : p_(p), columns_(columns) {
     if constexpr (kCopies) {
       const int warp = static_cast<int>(threadIdx.x) / kWarp;
-      first_ = dynamic_memory() + warp * p.stages * p.stage_bytes + threadIdx.x % kWarp * kBytes;
+      const int lane = static_cast<int>(threadIdx.x) % kWarp;
+      first_ = dynamic_memory() + warp * p.stages * p.stage_bytes + lane * kBytes;
+      statistics_ = p.stage_bytes - kStatisticsBytes - lane * (kBytes - kStatisticBytes);
       for (int ahead = 0; ahead < p.stages - 1; ++ahead) {
         start(row + ahead * p.step, ahead);
       }
     }
   }
 
-  // Waits for a row, which the functions below read; the next one is `step` rows after it.
-  __device__ __forceinline__ void advance_to(int64_t row) {
+  // Waits for a row, which the functions below read; the next one is `step` rows after it. Returns
+  // its statistics.
+  __device__ __forceinline__ Statistics advance_to(int64_t row) {
+    const Statistics loaded = copies_statistics() ? Statistics() : statistics_of(p_, row);
     if constexpr (kCopies) {
       const int last = p_.stages - 1;
       start(row + last * p_.step, stage_ == 0 ? last : stage_ - 1);
@@ -61,6 +81,11 @@ class RowRing {
     } else {
       row_ = row;
     }
+    if (!copies_statistics()) {
+      return loaded;
+    }
+    const auto* copied = reinterpret_cast<const float*>(at_ + statistics_);
+    return {copied[0], copied[kWarp]};
   }
   // Waits for all copies.
   __device__ __forceinline__ void end() const {
@@ -83,7 +108,11 @@ class RowRing {
   static constexpr int kBytes = 16;                             // of a vector
   static constexpr int kVectorBytes = kWarp * kBytes;           // of a warp's
   static constexpr int kTensorBytes = kVectors * kVectorBytes;  // of its part of a row
+  static constexpr int kStatisticBytes = sizeof(float);
 
+  __device__ __forceinline__ bool copies_statistics() const {
+    return kMayCopyStatistics && p_.copies_statistics;
+  }
   // Starts the copies of a row into a stage. Without dy, z is not needed: it may be infinite.
   __device__ __forceinline__ void start(int64_t row, int stage) const {
     char* to = first_ + stage * p_.stage_bytes;
@@ -91,6 +120,13 @@ class RowRing {
     copy(p_.dy, row, p_.dy.columns, to + kTensorBytes);
     if (p_.dz.columns > 0) {
       copy(p_.dz, row, p_.dz.columns, to + 2 * kTensorBytes);
+    }
+    if (copies_statistics()) {
+      // Each thread has a copy of both; those of a warp are adjacent.
+      const bool there = has_statistics(p_, row);
+      char* statistics = to + statistics_;
+      cuda::cp_async<kStatisticBytes>(statistics, p_.mean + row, there && p_.centred);
+      cuda::cp_async<kStatisticBytes>(statistics + kWarp * kStatisticBytes, p_.rstd + row, there);
     }
     cuda::cp_async_commit_group();
   }
@@ -100,7 +136,7 @@ class RowRing {
     const Columns here = columns_.of_row(row < p_.rows, columns);
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      cuda::cp_async(to + v * kVectorBytes, from + v * columns_.step, here.has(v));
+      cuda::cp_async<kBytes>(to + v * kVectorBytes, from + v * columns_.step, here.has(v));
     }
   }
   __device__ __forceinline__ Words<Z, kWidth> at(const RowsView& rows, int columns, int tensor,
@@ -122,6 +158,7 @@ class RowRing {
   const BackwardProblem& p_;
   const Columns& columns_;
   char *first_ = nullptr, *at_ = nullptr;  // this thread's in the first stage, and in the row's
+  int statistics_ = 0;                     // from there to this thread's copies of statistics
   int stage_ = 0;                          // of the next row
   int64_t row_ = 0;
 };
@@ -162,18 +199,6 @@ __device__ __forceinline__ void write_partials(const BackwardProblem& p, float* 
   }
 }
 
-// A row's statistics; 0 where there is no such row, or no dy.
-struct Statistics {
-  float mean = 0.0f, rstd = 0.0f;
-
-  __device__ __forceinline__ Statistics(const BackwardProblem& p, int64_t row) {
-    if (row < p.rows && p.dy.columns > 0) {
-      mean = p.centred ? p.mean[row] : 0.0f;
-      rstd = p.rstd[row];
-    }
-  }
-};
-
 // kOwnDx: with a dx other than dsum, or dx_bias. A row or a tensor that is absent has no columns,
 // so that its loads and stores need no branch.
 template <class Z, class P, int kWidth, int kValues, bool kOwnDx>
@@ -203,18 +228,12 @@ __global__ void __launch_bounds__(kMaxThreads, 1) norm_bwd_kernel(const Backward
 
   int64_t row = int64_t{blockIdx.x} / p.strips * p.tiling.rows + RowThread(p.tiling).row;
   RowRing<Z, kWidth, kValues> ring(p, columns, row);
-  // Only where registers suffice for those of the next row.
-  constexpr bool kStatisticsAhead = kValues <= 16;
-  Statistics following(p, row);
   for (int pass = p.passes; pass > 0; --pass, row += p.step) {
     // Hidden, as the compiler would keep an address in each tensor in registers.
     asm volatile("" : "+l"(row));
-    const Statistics of_row = kStatisticsAhead ? following : Statistics(p, row);
-    if (kStatisticsAhead) {
-      following = Statistics(p, row + p.step);
-    }
-    ring.advance_to(row);
-    float sums[2] = {};  // of g, and of its products with deviations from the mean
+    const Statistics of_row = ring.advance_to(row);
+    const float offset = -of_row.mean * of_row.rstd;  // n = z * rstd + offset
+    float sums[2] = {};                               // of g, and of g * n
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (!kKeepsWeights) {
@@ -225,10 +244,10 @@ __global__ void __launch_bounds__(kMaxThreads, 1) norm_bwd_kernel(const Backward
       for (int j = 0; j < kWidth; ++j) {
         const int i = v * kWidth + j;
         const float d = widen(dy, j), g = d * widen(weights[v], j);
-        const float deviation = widen(z, j) - of_row.mean;
+        const float n = fmaf(widen(z, j), of_row.rstd, offset);
         sums[0] += g;
-        sums[1] += g * deviation;
-        dweight[i] += d * (deviation * of_row.rstd);
+        sums[1] += g * n;
+        dweight[i] += d * n;
         dbias[i] += d;
       }
     }
@@ -238,10 +257,10 @@ __global__ void __launch_bounds__(kMaxThreads, 1) norm_bwd_kernel(const Backward
       sums[0] = p.row_sums[2 * row];
       sums[1] = p.row_sums[2 * row + 1];
     }
-    // rstd * average(g) and rstd * average(g * n)
+    // dsum = rstd * g - ((z - mean) * slope + shift)
     const float share = __fdividef(of_row.rstd, static_cast<float>(p.columns));
-    const float shift = p.centred ? share * sums[0] : 0.0f;
     const float slope = share * (of_row.rstd * sums[1]);
+    const float shift = p.centred ? share * sums[0] : 0.0f;
     const DroppedRow dropped(kOwnDx ? p.dropout : Dropout(), row);
     // Inputs are read again rather than kept: registers are full of sums.
     asm volatile("" ::: "memory");
@@ -255,8 +274,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) norm_bwd_kernel(const Backward
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
         const float g = widen(dy, j) * widen(weights[v], j);
-        const float n = (widen(z, j) - of_row.mean) * of_row.rstd;
-        d[j] = of_row.rstd * g - (n * slope + shift);
+        d[j] = of_row.rstd * g - fmaf(widen(z, j) - of_row.mean, slope, shift);
       }
       if (p.dz.columns > 0) {
         const Words<Z, kWidth> dz = ring.dz(v);
@@ -319,7 +337,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1) norm_row_sums_kernel(const Bac
   const RowThread own(p.tiling);
   RowSum row_sum(p.tiling.threads);
   for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
-    const Statistics of_row(p, row);
+    const Statistics of_row = statistics_of(p, row);
+    const float offset = -of_row.mean * of_row.rstd;
     float sums[2] = {};
     for (int strip = 0; strip < p.strips; ++strip) {
       const Columns columns = columns_of_thread<kWidth, kValues, true>(
@@ -335,7 +354,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) norm_row_sums_kernel(const Bac
         for (int j = 0; j < kWidth; ++j) {
           const float g = dy[v * kWidth + j] * widen(weight, j);
           sums[0] += g;
-          sums[1] += g * (z[v * kWidth + j] - of_row.mean);
+          sums[1] += g * fmaf(z[v * kWidth + j], of_row.rstd, offset);
         }
       }
     }
@@ -353,9 +372,8 @@ const char* norm_bwd(const BackwardProblem& problem, cuda::Stream stream) {
   using Z = typename TypeOf<kType>::Element;
   using P = typename TypeOf<kParameterType>::Element;
   constexpr int kVector = vector_width(kType);
-  constexpr int kValues = backward_values(kType, kParameterType, true, false);
-  constexpr int kOwnValues = backward_values(kType, kParameterType, true, true);
-  constexpr int kSingles = backward_values(kType, kParameterType, false, false);
+  constexpr int kMost = backward_values(kType, kParameterType, true, false, kMaxColumns);
+  constexpr int kSingles = backward_values(kType, kParameterType, false, false, 0);
   BackwardProblem p = problem;
   int shared_bytes = threads_of(p.tiling) * kSingles * static_cast<int>(sizeof(float));
   if (p.tiling.width > 1) {
@@ -368,26 +386,23 @@ const char* norm_bwd(const BackwardProblem& problem, cuda::Stream stream) {
   const auto run = [&](auto kernel, int64_t blocks, int shared) {
     return cuda::launch(kernel, blocks, threads_of(p.tiling), stream, p, shared);
   };
-  // Without and with a dx of its own.
-  const auto run_either = [&](auto kernel, auto kernel_with_dx) {
+  // kernels: of a number of values, the sums along rows, and the gradients without and with a dx of
+  // its own.
+  const auto run_all = [&](auto row_sums, auto gradients, auto with_dx) {
+    const char* failure = p.row_sums ? run(row_sums, p.rows, 0) : nullptr;
     const int64_t blocks = int64_t{p.lines} * p.strips;
-    return p.has_own_dx() ? run(kernel_with_dx, blocks, shared_bytes)
-                          : run(kernel, blocks, shared_bytes);
+    return failure ? failure : run(p.has_own_dx() ? with_dx : gradients, blocks, shared_bytes);
   };
-  const bool singles = p.tiling.width == 1;
-  const char* failure = nullptr;
-  if (p.row_sums) {
-    failure = singles          ? run(norm_row_sums_kernel<Z, P, 1, kSingles>, p.rows, 0)
-              : p.has_own_dx() ? run(norm_row_sums_kernel<Z, P, kVector, kOwnValues>, p.rows, 0)
-                               : run(norm_row_sums_kernel<Z, P, kVector, kValues>, p.rows, 0);
-  }
-  if (failure) {
-    return failure;
-  }
-  failure = singles ? run_either(norm_bwd_kernel<Z, P, 1, kSingles, false>,
-                                 norm_bwd_kernel<Z, P, 1, kSingles, true>)
-                    : run_either(norm_bwd_kernel<Z, P, kVector, kValues, false>,
-                                 norm_bwd_kernel<Z, P, kVector, kOwnValues, true>);
+  const char* failure = p.tiling.width == 1 ? run_all(norm_row_sums_kernel<Z, P, 1, kSingles>,
+                                                      norm_bwd_kernel<Z, P, 1, kSingles, false>,
+                                                      norm_bwd_kernel<Z, P, 1, kSingles, true>)
+                        : p.tiling.values == kFewValues
+                            ? run_all(norm_row_sums_kernel<Z, P, kVector, kFewValues>,
+                                      norm_bwd_kernel<Z, P, kVector, kFewValues, false>,
+                                      norm_bwd_kernel<Z, P, kVector, kFewValues, true>)
+                            : run_all(norm_row_sums_kernel<Z, P, kVector, kMost>,
+                                      norm_bwd_kernel<Z, P, kVector, kMost, false>,
+                                      norm_bwd_kernel<Z, P, kVector, kFewValues, true>);
   return failure ? failure : sum_partials(p, stream);
 }
 

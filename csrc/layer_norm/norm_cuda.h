@@ -93,13 +93,18 @@ FASTATTN_PURE int forward_values(DType type, bool vectors) {
   return vectors ? kThreadBytes / bytes_of(type) : kSingles;
 }
 // Backward: a thread also has weights, and the sums of its columns' parameter gradients, in
-// registers: of two parameters, or with `own_dx` of three.
-FASTATTN_PURE int backward_values(DType type, DType parameter_type, bool vectors, bool own_dx) {
-  constexpr int kSingles = 8, kMostOfThree = 16;
+// registers: of two parameters, or with `own_dx` of three. More threads with few values each are
+// faster (H200, bf16, 32768 x 1024: 54 us instead of 60, of kernels), but a row has up to 512.
+constexpr int kFewValues = 16, kFewColumns = kMaxThreads * kFewValues;
+FASTATTN_PURE int backward_values(DType type, DType parameter_type, bool vectors, bool own_dx,
+                                  int64_t columns) {
+  constexpr int kSingles = 8;
   const int values = kThreadBytes / bytes_of(type);
-  const bool fewer = own_dx || parameter_type != type;
-  return !vectors ? kSingles : fewer && values > kMostOfThree ? kMostOfThree : values;
+  const bool few = own_dx || parameter_type != type || columns <= kFewColumns;
+  return !vectors ? kSingles : few && values > kFewValues ? kFewValues : values;
 }
+// A warp's copies of a row's two statistics in shared memory: one of each for a thread.
+constexpr int kStatisticsBytes = 2 * kWarp * static_cast<int>(sizeof(float));
 // Rows of a thread in shared memory: one is computed while the next ones are copied.
 constexpr int kMaxStages = 3;
 
@@ -109,7 +114,7 @@ inline Tiling forward_tiling(int64_t columns, DType type, bool vectors) {
 inline Tiling backward_tiling(int64_t columns, DType type, DType parameter_type, bool vectors,
                               bool own_dx) {
   return tiling_of(columns, vectors ? vector_width(type) : 1,
-                   backward_values(type, parameter_type, vectors, own_dx));
+                   backward_values(type, parameter_type, vectors, own_dx, columns));
 }
 // Whether a warp has several rows, in vectors.
 FASTATTN_PURE bool is_short(const Tiling& tiling) {
@@ -156,13 +161,14 @@ struct BackwardProblem {
   Dropout dropout;
   ParameterGradient dweight, dbias, dx_bias;
   Tiling tiling;
-  int strips;       // of columns_of(tiling): a thread block computes one of each of its rows
-  int lines;        // thread blocks of a strip, each of which loops over rows
-  int passes;       // of that loop: in the last one a thread may have no row
-  int stages;       // of the ring of rows in shared memory, up to kMaxStages
-  int stage_bytes;  // of a warp's part of a row, of all tensors
-  int64_t step;     // from a row of a thread to its next
-  float* row_sums;  // [rows][2]: the sums along rows, if there is more than one strip
+  int strips;              // of columns_of(tiling): a thread block computes one of each of its rows
+  int lines;               // thread blocks of a strip, each of which loops over rows
+  int passes;              // of that loop: in the last one a thread may have no row
+  int stages;              // of the ring of rows in shared memory, up to kMaxStages
+  int stage_bytes;         // of a warp's part of a row, of all tensors
+  bool copies_statistics;  // these are part of it
+  int64_t step;            // from a row of a thread to its next
+  float* row_sums;         // [rows][2]: the sums along rows, if there is more than one strip
 
   // Whether dx differs from dsum, or is summed.
   bool has_own_dx() const {
@@ -193,17 +199,24 @@ inline void plan_backward(BackwardProblem& p, bool vectors, int num_sms) {
 }
 
 // Divides the shared memory of a multiprocessor among the thread blocks that its registers allow:
-// each gets as many stages as fit. If not even one fits, there are fewer thread blocks. Returns the
-// bytes of a thread block. In the end one stage holds the sums of the block's rows, which need 4
-// bytes a column: a stage has at least two tensors of 2 bytes.
+// each gets as many stages as fit. If not even one fits, there are fewer thread blocks. Statistics
+// are copied, too, if a thread has few values and they do not take the place of the only stage.
+// Returns the bytes of a thread block. In the end one stage holds the sums of the block's rows,
+// which need 4 bytes a column: a stage has at least two tensors of 2 bytes.
 inline int plan_ring(BackwardProblem& p, int shared_memory) {
   constexpr int kOther = 1024 + 512;  // of a thread block: CUDA's, and of sums along rows
   const int tensors = p.dz.data ? 3 : 2, threads = threads_of(p.tiling);
-  p.stage_bytes = kWarp * tensors * p.tiling.values * bytes_of(p.type);
-  const int of_stage = threads / kWarp * p.stage_bytes, blocks = kMaxThreads / threads;
-  const int fitting = (shared_memory / blocks - kOther) / of_stage;
-  p.stages = fitting < 1 ? 1 : fitting < kMaxStages ? fitting : kMaxStages;
-  if (fitting < 1 && p.passes > 1) {
+  const int warps = threads / kWarp, blocks = kMaxThreads / threads;
+  const auto fitting = [&] { return (shared_memory / blocks - kOther) / (warps * p.stage_bytes); };
+  const int rows_bytes = kWarp * tensors * p.tiling.values * bytes_of(p.type);
+  p.stage_bytes = rows_bytes + kStatisticsBytes;
+  p.copies_statistics = p.tiling.values <= kFewValues && fitting() >= 1;
+  if (!p.copies_statistics) {
+    p.stage_bytes = rows_bytes;
+  }
+  const int of_stage = warps * p.stage_bytes, stages = fitting();
+  p.stages = stages < 1 ? 1 : stages < kMaxStages ? stages : kMaxStages;
+  if (stages < 1 && p.passes > 1) {
     set_lines(p, int64_t{p.lines} * (shared_memory / (of_stage + kOther)) / blocks);
   }
   return p.stages * of_stage;

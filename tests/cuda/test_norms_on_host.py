@@ -302,19 +302,28 @@ extern "C" void plan(int columns, bool is_float, bool has_dz, int shared_memory,
   result[1] = norm::threads_of(p.tiling);
   result[2] = p.stages;
   result[3] = p.lines * p.strips;
-  result[4] = p.passes * p.lines * p.tiling.rows >= p.rows;
+  result[4] = p.copies_statistics;
+  result[5] = p.passes * p.lines * p.tiling.rows >= p.rows;
 }"""
-    plan, result = compiled(tmp_path, source).plan, (ctypes.c_int * 5)()
-    fewer = set()
+    plan, result = compiled(tmp_path, source).plan, (ctypes.c_int * 6)()
+    fewer, without_statistics = set(), set()
     for columns, is_float, has_dz in itertools.product((8, 512, 1024, 4096, 16384), (0, 1), (0, 1)):
-        for kilobytes, expected in ((100, 1), (164, 1 if has_dz else 2), (228, 2 if has_dz else 3)):
+        few = is_float or columns <= 8192  # 16 columns of a thread
+        of_rows = (3 if has_dz else 2) * (64 if is_float or not few else 32)
+        for kilobytes in (100, 164, 228):
             plan(columns, is_float, has_dz, kilobytes << 10, result)
-            used, threads, stages, blocks, covered = result
-            assert stages == expected and used == stages * threads * (3 if has_dz else 2) * 64
-            assert blocks * (used + 1536) <= 132 * (kilobytes << 10) and covered
-            if blocks * threads <= 132 * 384:
-                fewer.add((kilobytes, has_dz))
-    assert fewer == {(100, 1)}
+            used, threads, stages, lines, copied, covered = result
+            of_thread = of_rows + 8 * copied
+            assert used == stages * threads * of_thread and 1 <= stages <= 3 and covered
+            resident = max(lines // 132, 1)
+            assert resident * (used + 1536) <= kilobytes << 10
+            one_more = resident * (used + threads * of_thread + 1536)
+            assert stages == 3 or one_more > kilobytes << 10
+            if resident * threads < 512:
+                fewer.add((kilobytes, of_rows))
+            if few and not copied:
+                without_statistics.add((kilobytes, of_rows))
+    assert fewer == without_statistics == {(100, 192)}
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])

@@ -18,6 +18,7 @@ struct Copies {
   struct Copy {
     void* to;
     const void* from;
+    int bytes;
     bool reads;
     int group;
   };
@@ -30,13 +31,14 @@ inline Copies copies_of[1024];
 UNCHECKED void forget_copies() {
   copies_of[threadIdx.x] = {};
 }
+template <int kBytes>
 UNCHECKED void cp_async(void* to, const void* from, bool reads) {
   Copies& own = copies_of[threadIdx.x];
   if (own.count == Copies::kMost) {
     std::abort();
   }
-  std::memset(to, 0xFF, 16);
-  own.copies[own.count++] = {to, from, reads, own.group};
+  std::memset(to, 0xFF, kBytes);
+  own.copies[own.count++] = {to, from, kBytes, reads, own.group};
 }
 UNCHECKED void cp_async_commit_group() {
   ++copies_of[threadIdx.x].group;
@@ -49,9 +51,9 @@ UNCHECKED void complete(int pending) {
     if (copy.group >= own.group - pending) {
       own.copies[left++] = copy;
     } else if (copy.reads) {
-      std::memcpy(copy.to, copy.from, 16);
+      std::memcpy(copy.to, copy.from, copy.bytes);
     } else {
-      std::memset(copy.to, 0, 16);
+      std::memset(copy.to, 0, copy.bytes);
     }
   }
   own.count = left;

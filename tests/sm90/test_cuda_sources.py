@@ -361,23 +361,24 @@ def test_backward_instance(name: str, tmp_path: Path) -> None:
 @dataclass(frozen=True)
 class Ffn:
     """A step's product. blocks: of 64 rows for each warpgroup. transposed: which operands' tiles
-    are. activations: copies of the epilogue. results, loaded: of a part of a tile.
+    are. epilogues: copies of the loop over boxes. results, loaded: of a box.
     """
 
     columns: int
     blocks: int
     transposed: str
-    activations: int
+    epilogues: int
     results: int = 1
     loaded: int = 0
 
 
+INSTRUCTION_BYTES = 16
 FFN_STEPS = {
-    "up": Ffn(128, 2, "", 4, results=2),
-    "up_gated": Ffn(128, 2, "", 3, results=3),
-    "down": Ffn(128, 2, "", 1, loaded=1),
-    "dhidden": Ffn(128, 2, ".tnspB", 4, results=2, loaded=1),
-    "dhidden_gated": Ffn(128, 2, ".tnspB", 3, results=3, loaded=2),
+    "up": Ffn(128, 2, "", 8, results=2),
+    "up_gated": Ffn(128, 2, "", 6, results=3),
+    "down": Ffn(128, 2, "", 2, loaded=1),
+    "dhidden": Ffn(128, 2, ".tnspB", 7, results=2, loaded=1),
+    "dhidden_gated": Ffn(128, 2, ".tnspB", 6, results=3, loaded=2),
     "dx": Ffn(256, 1, ".tnspB", 1),
     "dw": Ffn(256, 1, ".tnspA.tnspB", 1),
 }
@@ -415,17 +416,35 @@ def test_ffn_instance(name: str, tmp_path: Path) -> None:
 
     assert count(r"USETMAXREG\.DEALLOC\S* 0x18") == 1
     assert count(r"USETMAXREG\.TRY_ALLOC\S* UP\d, 0xf0") == 1
-    # Epilogues: boxes of 64 columns of 16 rows pass between TMA and registers as matrices of 8 x 8,
-    # 16 columns at a time. What else is accessed are biases, the seed, and the sums of columns.
-    boxes = f.blocks * f.columns // 64 // (2 if step == "up_gated" else 1)
-    results, loaded = f.activations * f.results, f.activations * f.loaded
-    floats = 2 * boxes if step in ("down", "dw") else 0  # of fp32, half as wide
-    unwritten = 1 if step == "dhidden" else 0  # relu has saved the activation
-    assert count(r"\bSTSM\b.*\.M88\.4") == 4 * boxes * (results - unwritten)
-    assert count(r"\bLDSM\b.*\.M88\.4") == 4 * boxes * loaded
-    assert count(r"UTMASTG\.4D") == boxes * results + floats
-    assert count(r"UTMALDG\.4D") >= 2 + loaded
+    # Epilogues, one loop for each: boxes of 64 columns of 16 rows pass between TMA and registers as
+    # matrices of 16 x 16 elements. What else is accessed are biases, the seed, sums of columns.
+    matrices, floats = 4, f.epilogues if step in ("down", "dw") else 0
+    # relu has, or has saved, the activation alone: with and without dropout, or without.
+    unwritten = {"up": 2, "dhidden": 1}.get(step, 0)
+    assert count(r"\bSTSM\b.*\.M88\.4") == matrices * (f.epilogues * f.results - unwritten)
+    assert count(r"\bLDSM\b.*\.M88\.4") == matrices * f.epilogues * f.loaded
+    assert count(r"UTMASTG\.4D") == f.epilogues * f.results + floats
+    assert count(r"UTMALDG\.4D") >= 2 + f.loaded
     assert count(r"STG\.E") <= (7 if step.startswith("dhidden") else 0)
     biases = f.columns // 8 if step in ("up", "up_gated", "down") else 0
     assert count(r"LDG\.E\b") - count(r"LDG\.E\.64") == biases
-    assert count(r"LDG\.E\.64") <= 4  # the seed
+    assert count(r"LDG\.E\.64") <= 8  # the seed
+    # The largest loop of a box fits in the instruction cache nearest to it but one: 32 KB.
+    assert max(_loops(sass)) * INSTRUCTION_BYTES <= 32 << 10
+
+
+def _loops(sass: list[str]) -> Iterator[int]:
+    """The instructions of each loop that stores to shared memory and has no other such loop."""
+    ends = {}
+    for end, line in enumerate(sass):
+        target = re.search(r"\bBRA\b.* 0x([0-9a-f]+)", line)
+        if target and (start := int(target[1], 16) // INSTRUCTION_BYTES) <= end:
+            ends[start] = end
+    stores = {
+        start: end
+        for start, end in ends.items()
+        if any(re.search(r"\bSTSM\b|\bSTS\.64\b", line) for line in sass[start:end])
+    }
+    for start, end in stores.items():
+        if not any(start < s and e < end for s, e in stores.items()):
+            yield end - start + 1

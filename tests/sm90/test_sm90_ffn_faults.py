@@ -105,7 +105,8 @@ def _mutations() -> list[tuple[Mutation, tuple[str, ...]]]:
     of("epilogue.cuh", wait, wait.replace(" - 1", ""), only=("kDown",))
     wait = "ptx::cp_async_bulk_wait_group_read<Traits::kSlots - 1>();"
     of("epilogue.cuh", wait, wait.replace(" - 1", ""), only=("kUpGated", "kDw"))
-    of("epilogue.cuh", "kPartGroups * part + lane / sm90::kWarpRows", "kPartGroups * part",
+    of("epilogue.cuh", "kMatrixGroups * matrix + lane / sm90::kWarpRows",
+       "kMatrixGroups * matrix",
        only=("kUpGated", *SUMMING))  # fmt: skip
     of("epilogue.cuh", "lane % sm90::kWarpRows", "lane % 8", only=("kUpGated", *SUMMING))
     # Biases and values
@@ -113,19 +114,23 @@ def _mutations() -> list[tuple[Mutation, tuple[str, ...]]]:
     of("epilogue.cuh", "at + pair * args.columns", "at", only=("kUpGated",))
     of("epilogue.cuh", "elements && at < args.columns", "elements != nullptr",
        only=("kUpGated", "kDown"))  # fmt: skip
-    of("epilogue.cuh", "pair * Traits::kOutColumns / 2 + part_of_tile * kValues + i",
-       "part_of_tile * kValues + i", only=("kUpGated",))  # fmt: skip
-    of("epilogue.cuh", "pair * kTileGroups + part_of_tile * kPartGroups + i / 4",
-       "part_of_tile * kPartGroups + i / 4", only=("kUpGated",))  # fmt: skip
-    of("epilogue.cuh", "box / kBlocks * kParts + part_of_box", "part_of_box", only=SEVERAL_COLUMNS)
+    of("epilogue.cuh", "pair * Traits::kOutColumns / 2 + part_of_box * kValues + i",
+       "part_of_box * kValues + i", only=("kUpGated",))  # fmt: skip
+    of("epilogue.cuh", "pair * kTileGroups + part_of_box * kPartGroups + i / 4",
+       "part_of_box * kPartGroups + i / 4", only=("kUpGated",))  # fmt: skip
+    of("epilogue.cuh", "i / kBoxValues * Traits::kOutColumns / 2 + i % kBoxValues",
+       "i % kBoxValues", only=("kUpGated",))  # fmt: skip
+    of("epilogue.cuh", "(to + 1) / kBlocks * kBoxValues + at", "to / kBlocks * kBoxValues + at",
+       only=SEVERAL_COLUMNS)  # fmt: skip
+    of("epilogue.cuh", "move_up<Out>(rSums, box);", "move_up<Out>(rSums, 0);", only=("kDown",))
     of("epilogue.cuh", "i / 2 % 2 * sm90::kRowStep", "0", only=("kDown",))
     of("epilogue.cuh", "column % kPieceColumns * sizeof(float)", "0", only=("kDown",))
     # Dropout
     of("box_dropout.cuh", "own + (is_odd() ? sm90::kRowStep : 0)", "own", only=DROPPING)
     of("box_dropout.cuh", "column / kUnit + lane_ % kUnits", "column / kUnit",
        "column / kUnit + lane_ % 8", only=("kUpGated", "kDhiddenGated"))  # fmt: skip
-    of("box_dropout.cuh", "(2 * part + group) * 2 + lane_ % 4 / 2",
-       "(2 * part + group) * 2", only=DROPPING)  # fmt: skip
+    of("box_dropout.cuh", "(kGroups * part + group) * 2 + lane_ % 4 / 2",
+       "(kGroups * part + group) * 2", only=DROPPING)  # fmt: skip
     of("box_dropout.cuh", "is_odd() == (row == 1)", "row == 1", only=DROPPING)
     of("box_dropout.cuh", "is_odd() ? word : word << 16", "word", only=DROPPING)
     of("box_dropout.cuh", "(i % 2 ? word : word << 8)", "word", only=DROPPING)
@@ -134,7 +139,7 @@ def _mutations() -> list[tuple[Mutation, tuple[str, ...]]]:
     # Derivatives and sums
     of("epilogue.cuh", "hidden[0][i] > 0.0f", "hidden[0][i] >= 0.0f", only=("kDhidden",))
     of("epilogue.cuh", "da * act.slope", "da * act.value", only=("kDhiddenGated",))
-    of("epilogue.cuh", "is_first && is_upper", "is_upper", only=SUMMING)
+    of("epilogue.cuh", "sums[pair][i] = 0.0f;", "", only=SUMMING)
     of("epilogue.cuh", "lanes < kWarp", "lanes < kWarp / 2", only=SUMMING)
     of("epilogue.cuh", "other < kWarpsPerGroup", "other < 3", only=SUMMING)
     of("epilogue.cuh", "ptx::bar_sync(kSumsBarrier + group, kWarpgroup);", "", only=SUMMING)
@@ -173,10 +178,7 @@ SUM_MUTATIONS = [
 ]  # fmt: skip
 
 # All of these stay in the kernel: they are harmless on this simulator.
-HARMLESS = (
-    Harmless("no pin", "pin_sums(); < wait_ping_pong();", "only products write the sums"),
-    Harmless("no pin", "ptx::pin(bias);", "only saves registers"),
-)
+HARMLESS = (Harmless("no pin", "pin_sums(); < wait_ping_pong();", "only products write the sums"),)
 
 
 class Launched(FaultInjector):

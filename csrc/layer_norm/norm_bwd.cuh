@@ -232,8 +232,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) norm_bwd_kernel(const Backward
     // Hidden, as the compiler would keep an address in each tensor in registers.
     asm volatile("" : "+l"(row));
     const Statistics of_row = ring.advance_to(row);
-    const float offset = -of_row.mean * of_row.rstd;  // n = z * rstd + offset
-    float sums[2] = {};                               // of g, and of g * n
+    float sums[2] = {};  // of g, and of its products with deviations from the mean
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (!kKeepsWeights) {
@@ -244,10 +243,10 @@ __global__ void __launch_bounds__(kMaxThreads, 1) norm_bwd_kernel(const Backward
       for (int j = 0; j < kWidth; ++j) {
         const int i = v * kWidth + j;
         const float d = widen(dy, j), g = d * widen(weights[v], j);
-        const float n = fmaf(widen(z, j), of_row.rstd, offset);
+        const float deviation = widen(z, j) - of_row.mean;
         sums[0] += g;
-        sums[1] += g * n;
-        dweight[i] += d * n;
+        sums[1] += g * deviation;
+        dweight[i] += d * (deviation * of_row.rstd);
         dbias[i] += d;
       }
     }
@@ -259,7 +258,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) norm_bwd_kernel(const Backward
     }
     // dsum = rstd * g - ((z - mean) * slope + shift)
     const float share = __fdividef(of_row.rstd, static_cast<float>(p.columns));
-    const float slope = share * (of_row.rstd * sums[1]);
+    const float slope = share * (of_row.rstd * sums[1]) * of_row.rstd;
     const float shift = p.centred ? share * sums[0] : 0.0f;
     const DroppedRow dropped(kOwnDx ? p.dropout : Dropout(), row);
     // Inputs are read again rather than kept: registers are full of sums.
@@ -330,15 +329,14 @@ __global__ void __launch_bounds__(kMaxThreads, 1) norm_bwd_kernel(const Backward
   }
 }
 
-// These sums along rows of more than one strip, before the kernel above. A thread
-// block computes a row.
+// The sums of g and of its products with deviations along rows of more than one strip, before the
+// kernel above. A thread block computes a row.
 template <class Z, class P, int kWidth, int kValues>
 __global__ void __launch_bounds__(kMaxThreads, 1) norm_row_sums_kernel(const BackwardProblem p) {
   const RowThread own(p.tiling);
   RowSum row_sum(p.tiling.threads);
   for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
     const Statistics of_row = statistics_of(p, row);
-    const float offset = -of_row.mean * of_row.rstd;
     float sums[2] = {};
     for (int strip = 0; strip < p.strips; ++strip) {
       const Columns columns = columns_of_thread<kWidth, kValues, true>(
@@ -354,7 +352,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) norm_row_sums_kernel(const Bac
         for (int j = 0; j < kWidth; ++j) {
           const float g = dy[v * kWidth + j] * widen(weight, j);
           sums[0] += g;
-          sums[1] += g * fmaf(z[v * kWidth + j], of_row.rstd, offset);
+          sums[1] += g * (z[v * kWidth + j] - of_row.mean);
         }
       }
     }
@@ -386,8 +384,8 @@ const char* norm_bwd(const BackwardProblem& problem, cuda::Stream stream) {
   const auto run = [&](auto kernel, int64_t blocks, int shared) {
     return cuda::launch(kernel, blocks, threads_of(p.tiling), stream, p, shared);
   };
-  // kernels: of a number of values, the sums along rows, and the gradients without and with a dx of
-  // its own.
+  // The sums along rows, and the gradients without and with a dx of its own. With one, a thread has
+  // few values.
   const auto run_all = [&](auto row_sums, auto gradients, auto with_dx) {
     const char* failure = p.row_sums ? run(row_sums, p.rows, 0) : nullptr;
     const int64_t blocks = int64_t{p.lines} * p.strips;

@@ -94,7 +94,7 @@ FASTATTN_PURE int forward_values(DType type, bool vectors) {
 }
 // Backward: a thread also has weights, and the sums of its columns' parameter gradients, in
 // registers: of two parameters, or with `own_dx` of three. More threads with few values each are
-// faster (H200, bf16, 32768 x 1024: 54 us instead of 60, of kernels), but a row has up to 512.
+// faster (H200, bf16, 32768 x 1024: 58 us instead of 63), but a row has up to 512.
 constexpr int kFewValues = 16, kFewColumns = kMaxThreads * kFewValues;
 FASTATTN_PURE int backward_values(DType type, DType parameter_type, bool vectors, bool own_dx,
                                   int64_t columns) {
@@ -166,7 +166,7 @@ struct BackwardProblem {
   int passes;              // of that loop: in the last one a thread may have no row
   int stages;              // of the ring of rows in shared memory, up to kMaxStages
   int stage_bytes;         // of a warp's part of a row, of all tensors
-  bool copies_statistics;  // these are part of it
+  bool copies_statistics;  // into a stage, behind the tensors
   int64_t step;            // from a row of a thread to its next
   float* row_sums;         // [rows][2]: the sums along rows, if there is more than one strip
 
@@ -200,22 +200,24 @@ inline void plan_backward(BackwardProblem& p, bool vectors, int num_sms) {
 
 // Divides the shared memory of a multiprocessor among the thread blocks that its registers allow:
 // each gets as many stages as fit. If not even one fits, there are fewer thread blocks. Statistics
-// are copied, too, if a thread has few values and they do not take the place of the only stage.
-// Returns the bytes of a thread block. In the end one stage holds the sums of the block's rows,
-// which need 4 bytes a column: a stage has at least two tensors of 2 bytes.
+// are copied, too, if a thread has few values and they do not take the place of a stage. Returns
+// the bytes of a thread block. In the end one stage holds the sums of the block's rows, which need
+// 4 bytes a column: a stage has at least two tensors of 2 bytes.
 inline int plan_ring(BackwardProblem& p, int shared_memory) {
   constexpr int kOther = 1024 + 512;  // of a thread block: CUDA's, and of sums along rows
   const int tensors = p.dz.data ? 3 : 2, threads = threads_of(p.tiling);
   const int warps = threads / kWarp, blocks = kMaxThreads / threads;
-  const auto fitting = [&] { return (shared_memory / blocks - kOther) / (warps * p.stage_bytes); };
-  const int rows_bytes = kWarp * tensors * p.tiling.values * bytes_of(p.type);
-  p.stage_bytes = rows_bytes + kStatisticsBytes;
-  p.copies_statistics = p.tiling.values <= kFewValues && fitting() >= 1;
-  if (!p.copies_statistics) {
-    p.stage_bytes = rows_bytes;
-  }
-  const int of_stage = warps * p.stage_bytes, stages = fitting();
-  p.stages = stages < 1 ? 1 : stages < kMaxStages ? stages : kMaxStages;
+  const auto stages_of = [&](int stage_bytes) {
+    const int fitting = (shared_memory / blocks - kOther) / (warps * stage_bytes);
+    return fitting < kMaxStages ? fitting : kMaxStages;
+  };
+  p.stage_bytes = kWarp * tensors * p.tiling.values * bytes_of(p.type);
+  const int stages = stages_of(p.stage_bytes);
+  p.copies_statistics = p.tiling.values <= kFewValues && stages > 0 &&
+                        stages_of(p.stage_bytes + kStatisticsBytes) == stages;
+  p.stage_bytes += p.copies_statistics ? kStatisticsBytes : 0;
+  p.stages = stages < 1 ? 1 : stages;
+  const int of_stage = warps * p.stage_bytes;
   if (stages < 1 && p.passes > 1) {
     set_lines(p, int64_t{p.lines} * (shared_memory / (of_stage + kOther)) / blocks);
   }

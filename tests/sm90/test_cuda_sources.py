@@ -429,7 +429,7 @@ def test_ffn_instance(name: str, tmp_path: Path) -> None:
     biases = f.columns // 8 if step in ("up", "up_gated", "down") else 0
     assert count(r"LDG\.E\b") - count(r"LDG\.E\.64") == biases
     assert count(r"LDG\.E\.64") <= 8  # the seed
-    # The largest loop of a box fits in the instruction cache nearest to it but one: 32 KB.
+    # The loop of a box fits in the L1 instruction cache, taken to have 32 KB.
     assert max(_loops(sass)) * INSTRUCTION_BYTES <= 32 << 10
 
 

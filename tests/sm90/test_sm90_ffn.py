@@ -7,6 +7,7 @@ bindings, workspace, tensor maps, descriptors and layouts are those of a GPU.
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ def _sample(name: str, **options: object) -> Sample:
     return Sample(name, "more than one tile", partial(make_inputs, **options), GRADIENTS)
 
 
+_WITHOUT_W2 = tuple(name for name in GRADIENTS if name not in ("w2", "residual"))
 # Several tiles with ragged ends in every dimension of every product, and more tiles than blocks.
 _SIZES = {"rows": (300,), "D": 200, "hidden": 272, "out": 328}
 _DROPOUT = {"dropout_p": 0.2, "output_dropout_p": 0.3}
@@ -45,6 +47,11 @@ OWN = (
     _sample("tiles_geglu", **_SIZES, **_DROPOUT, activation="geglu", residual="fp32"),
     _sample("tiles_swiglu", **_SIZES, activation="swiglu", bias=False),
     _sample("one_tile", rows=(64,), D=64, hidden=128, out=64, activation="silu"),
+    *(
+        # w2 is frozen: the backward does not compute the activation.
+        replace(_sample(f"frozen_{name}", **_SIZES, activation=name), gradients=_WITHOUT_W2)
+        for name in ("gelu", "geglu")
+    ),
 )
 QUICK = ("gelu", "geglu", "tiles_relu", "many_rows")  # the others are for test-all
 _REFUSED = ("odd_sizes", "sizes_257", "blocks", "one_feature", "one_hidden", "weights_transposed")

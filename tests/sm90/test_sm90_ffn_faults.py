@@ -31,13 +31,15 @@ from fastattn.testing.spec import Inputs, Sample
 TESTS = Path(__file__).resolve().parent
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
-PING_PONG = ("kUpGated", "kDown", "kDhidden", "kDhiddenGated")
+# kDown has an fp32 residual and result, kDown16 those of the operands' type.
+PING_PONG = ("kUp", "kUpGated", "kDown", "kDown16", "kDhidden", "kDhiddenGated")
 STEPS = (*PING_PONG, "kDw")
 TRANSPOSED_B = ("kDhidden", "kDhiddenGated", "kDw")
-DROPPING = ("kUpGated", "kDown", "kDhiddenGated")
-LOADING = ("kDown", "kDhidden", "kDhiddenGated")
+DROPPING = ("kUp", "kUpGated", "kDown", "kDown16", "kDhiddenGated")
+LOADING = ("kDown", "kDown16", "kDhidden", "kDhiddenGated")
 SUMMING = ("kDhidden", "kDhiddenGated")
-SEVERAL_COLUMNS = (*LOADING, "kDw")  # of boxes
+SEVERAL_COLUMNS = ("kUp", *LOADING, "kDw")  # of boxes
+BIASED = ("kUp", "kUpGated", "kDown", "kDown16")
 
 
 def _mutations() -> list[tuple[Mutation, tuple[str, ...]]]:
@@ -96,7 +98,7 @@ def _mutations() -> list[tuple[Mutation, tuple[str, ...]]]:
     of("epilogue.cuh", "shared.results[group][warp][box % Traits::kSlots][pair].address()",
        "shared.results[group][warp][0][pair].address()")  # fmt: skip
     of("epilogue.cuh", "shared.activated.of[group][warp][box % Traits::kActivatedSlots].address()",
-       "shared.activated.of[group][warp][0].address()", only=("kUpGated",))  # fmt: skip
+       "shared.activated.of[group][warp][0].address()", only=("kUp", "kUpGated"))  # fmt: skip
     of("epilogue.cuh", "use % 2", "0", "1", only=LOADING)
     of("epilogue.cuh", "box >= kLag && later < kBoxes<Out>", "later < kBoxes<Out>", "box >= kLag",
        only=("kDown", "kDhiddenGated"))  # fmt: skip
@@ -104,33 +106,35 @@ def _mutations() -> list[tuple[Mutation, tuple[str, ...]]]:
     wait = "ptx::cp_async_bulk_wait_group_read<kLag - 1>();"
     of("epilogue.cuh", wait, wait.replace(" - 1", ""), only=("kDown",))
     wait = "ptx::cp_async_bulk_wait_group_read<Traits::kSlots - 1>();"
-    of("epilogue.cuh", wait, wait.replace(" - 1", ""), only=("kUpGated", "kDw"))
+    of("epilogue.cuh", wait, wait.replace(" - 1", ""), only=("kUp", "kUpGated", "kDw"))
     of("epilogue.cuh", "kMatrixGroups * matrix + lane / sm90::kWarpRows",
        "kMatrixGroups * matrix",
        only=("kUpGated", *SUMMING))  # fmt: skip
     of("epilogue.cuh", "lane % sm90::kWarpRows", "lane % 8", only=("kUpGated", *SUMMING))
     # Biases and values
-    of("epilogue.cuh", "column + i * kGroupColumns", "column", only=("kUpGated", "kDown"))
+    of("epilogue.cuh", "column + i * kGroupColumns", "column", only=BIASED)
     of("epilogue.cuh", "at + pair * args.columns", "at", only=("kUpGated",))
     of("epilogue.cuh", "elements && at < args.columns", "elements != nullptr",
-       only=("kUpGated", "kDown"))  # fmt: skip
-    of("epilogue.cuh", "pair * Traits::kOutColumns / 2 + part_of_box * kValues + i",
-       "part_of_box * kValues + i", only=("kUpGated",))  # fmt: skip
-    of("epilogue.cuh", "pair * kTileGroups + part_of_box * kPartGroups + i / 4",
-       "part_of_box * kPartGroups + i / 4", only=("kUpGated",))  # fmt: skip
+       only=BIASED)  # fmt: skip
+    of("epilogue.cuh", "pair * Traits::kOutColumns / 2 + slice * kValues + i",
+       "slice * kValues + i", only=("kUpGated",))  # fmt: skip
+    of("epilogue.cuh", "pair * kTileGroups + slice * kSliceGroups + i / 4",
+       "slice * kSliceGroups + i / 4", only=("kUpGated",))  # fmt: skip
     of("epilogue.cuh", "i / kBoxValues * Traits::kOutColumns / 2 + i % kBoxValues",
        "i % kBoxValues", only=("kUpGated",))  # fmt: skip
     of("epilogue.cuh", "(to + 1) / kBlocks * kBoxValues + at", "to / kBlocks * kBoxValues + at",
        only=SEVERAL_COLUMNS)  # fmt: skip
-    of("epilogue.cuh", "move_up<Out>(rSums, box);", "move_up<Out>(rSums, 0);", only=("kDown",))
+    of("epilogue.cuh", "move_up<Out>(rSums, box);", "move_up<Out>(rSums, 0);",
+       only=("kUp", "kDown"))  # fmt: skip
+    of("epilogue.cuh", "bias[i + kBoxGroups]", "bias[i]", only=("kUp", "kDown", "kDown16"))
     of("epilogue.cuh", "i / 2 % 2 * sm90::kRowStep", "0", only=("kDown",))
     of("epilogue.cuh", "column % kPieceColumns * sizeof(float)", "0", only=("kDown",))
     # Dropout
     of("box_dropout.cuh", "own + (is_odd() ? sm90::kRowStep : 0)", "own", only=DROPPING)
     of("box_dropout.cuh", "column / kUnit + lane_ % kUnits", "column / kUnit",
        "column / kUnit + lane_ % 8", only=("kUpGated", "kDhiddenGated"))  # fmt: skip
-    of("box_dropout.cuh", "(kGroups * part + group) * 2 + lane_ % 4 / 2",
-       "(kGroups * part + group) * 2", only=DROPPING)  # fmt: skip
+    of("box_dropout.cuh", "(kColumnGroups * slice + group) * 2 + lane_ % 4 / 2",
+       "(kColumnGroups * slice + group) * 2", only=DROPPING)  # fmt: skip
     of("box_dropout.cuh", "is_odd() == (row == 1)", "row == 1", only=DROPPING)
     of("box_dropout.cuh", "is_odd() ? word : word << 16", "word", only=DROPPING)
     of("box_dropout.cuh", "(i % 2 ? word : word << 8)", "word", only=DROPPING)
@@ -178,7 +182,13 @@ SUM_MUTATIONS = [
 ]  # fmt: skip
 
 # All of these stay in the kernel: they are harmless on this simulator.
-HARMLESS = (Harmless("no pin", "pin_sums(); < wait_ping_pong();", "only products write the sums"),)
+HARMLESS = (
+    Harmless("no pin", "pin_sums(); < wait_ping_pong();", "only products write the sums"),
+    # Instructions that all lanes must execute together follow; on the simulator they always do.
+    Harmless("no syncwarp", "converges for the barrier that follows", "lanes are together"),
+    Harmless("no syncwarp", "converges, and lane 0 has waited", "without activations"),
+    Harmless("no syncwarp", "ptx::bar_sync(kSumsBarrier + group, kWarpgroup);", "as above"),
+)
 
 
 class Launched(FaultInjector):
@@ -210,12 +220,17 @@ def _inputs(step: str) -> dict[str, Any]:
     options: dict[str, Any] = {"rows": (140,), "D": 136, "hidden": 136, "out": 264}
     if step in PING_PONG:
         options |= {"rows": (270,), "hidden": 144, "out": 136}
+    if step == "kUp":
+        return options | {"activation": "gelu", "dropout_p": 0.3}
     if step == "kDhidden":
         return options | {"activation": "relu", "dropout_p": 0.3}
     if step == "kDw":
         return options | {"rows": (270,), "out": 136, "hidden": 264}
-    gated = {"activation": "swiglu"} if step != "kDown" else {"residual": "fp32", "rows": (270,)}
-    return options | gated | {"dropout_p": 0.3, "output_dropout_p": 0.3}
+    if step in ("kDown", "kDown16"):
+        special = {"residual": "fp32" if step == "kDown" else "same"}
+    else:
+        special = {"activation": "swiglu"}
+    return options | special | {"dropout_p": 0.3, "output_dropout_p": 0.3}
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -223,6 +238,7 @@ def test_faults(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if reason := missing():
         pytest.skip(reason)
     mutations = [mutation for mutation, only in MUTATIONS if step in only]
+    sample, step = _sample(step), step.removesuffix("16")
     machines: dict[Instance, Machine] = {}
     injectors: list[Launched] = []
 
@@ -244,7 +260,7 @@ def test_faults(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return of.call(op, ctypes.c_void_p(problem))
 
     ffn_bindings.use(monkeypatch, launch)
-    ffn.compare(_replacing(monkeypatch), _sample(step), torch.bfloat16)
+    ffn.compare(_replacing(monkeypatch), sample, torch.bfloat16)
     (injector,) = injectors
     assert len(injector.detected) > 40
     assert not injector.unreached()

@@ -13,11 +13,11 @@ namespace fastattn::ffn {
 template <bool kDrops>
 class BoxDropout {
  public:
-  static constexpr int kGroups = kPartColumns / 8, kValues = 4 * kGroups;
-  // Of a part of a box: for [group of eight columns][row of the two], a word with the bytes of this
-  // lane's two columns at the top.
+  static constexpr int kColumnGroups = kSliceColumns / 8, kValues = 4 * kColumnGroups;
+  // Of a slice of a box: for [group of eight columns][row of the two], a word with the bytes of
+  // this lane's two columns at the top.
   struct Words {
-    uint32_t of[kDrops ? kGroups : 1][2];
+    uint32_t of[kDrops ? kColumnGroups : 1][2];
   };
 
   __device__ __forceinline__ BoxDropout(const Dropout& dropout, int lane)
@@ -35,13 +35,13 @@ class BoxDropout {
     }
   }
 
-  // All lanes: the words of a part.
-  __device__ __forceinline__ Words words(int part) const {
+  // All lanes: the words of a slice.
+  __device__ __forceinline__ Words words(int slice) const {
     Words words = {};
     if constexpr (kDrops) {
 #pragma unroll
-      for (int group = 0; group < kGroups; ++group) {
-        const int unit = (kGroups * part + group) * 2 + lane_ % 4 / 2;
+      for (int group = 0; group < kColumnGroups; ++group) {
+        const int unit = (kColumnGroups * slice + group) * 2 + lane_ % 4 / 2;
         const uint32_t own = dropout::word(row_key_, __shfl_sync(~0u, column_key_, unit));
         const uint32_t other = __shfl_xor_sync(~0u, own, 1);
 #pragma unroll

@@ -31,8 +31,8 @@ static_assert(kDepth == sm90::kChunkColumns, "128 bytes, the width of the swizzl
 
 // What TMA loads and stores for an epilogue: 128 bytes of each of a warp's 16 rows.
 constexpr int kBoxBytes = sm90::kWarpRows * sm90::kRowBytes;
-// Columns of a box that are in registers at a time.
-constexpr int kPartColumns = 32;
+// Columns of a box that are in registers at a time: a slice.
+constexpr int kSliceColumns = 32;
 template <class Value>
 struct BoxOf {
   static constexpr int kColumns = sm90::kRowBytes / static_cast<int>(sizeof(Value));
@@ -94,10 +94,11 @@ struct ProductTraits {
   // Blocks of 64 rows that a warpgroup computes.
   static constexpr int kBlocks = kTileRows / kMmaRows / (kPingPong ? 1 : kGroups);
   static constexpr int kStages = 4;
-  // The epilogue (epilogue.cuh): gate and up, or one result; whether TMA loads what it reads;
-  // whether these may be fp32; whether it has an activation.
+  // The epilogue (epilogue.cuh). Results beside each other: gate and up, or one.
   static constexpr int kPairs = kGated ? 2 : 1;
+  // Whether TMA loads hidden or the residual.
   static constexpr bool kLoads = kDhidden || kStep == Step::kDown;
+  // Whether the result may be fp32; the residual is then, too.
   static constexpr bool kMayBeFloat = kStep == Step::kDown || kStep == Step::kDw;
   static constexpr bool kActivates = kUp || kDhidden;
   // Boxes of a warp in shared memory: those with what is loaded and the result that replaces it,

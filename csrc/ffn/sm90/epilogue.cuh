@@ -33,16 +33,16 @@ struct TileEpilogue {
   // In each group of eight columns a thread has two adjacent ones, of two rows.
   static constexpr int kGroupColumns = 8;
   static constexpr int kTileGroups = Traits::kOutColumns / kGroupColumns;
-  // Of a box, a part is in registers at a time, as two matrices of 16 x 16 elements:
+  // Of a box, a slice is in registers at a time, as two matrices of 16 x 16 elements:
   // [matrix][group of eight][row of two][column of two].
-  static constexpr int kMatrices = kPartColumns / sm90::kMmaK;
+  static constexpr int kMatrices = kSliceColumns / sm90::kMmaK;
   static constexpr int kMatrixValues = sm90::kMmaK / 2, kValues = kMatrices * kMatrixValues;
   static constexpr int kMatrixGroups = sm90::kMmaK / kGroupColumns;
-  static constexpr int kPartGroups = kMatrices * kMatrixGroups;
+  static constexpr int kSliceGroups = kMatrices * kMatrixGroups;
   // Sums of columns of a thread, [group of eight][column of two].
   static constexpr int kSums = kDhidden ? 2 * BoxOf<Element>::kColumns / kGroupColumns : 1;
 
-  struct Pair {
+  struct TwoColumns {
     Element of[2];
   };
   struct Values {
@@ -58,7 +58,7 @@ struct TileEpilogue {
   const int group, warp, lane;
   const int first_row, first_column, part;
   const int tiles_before;                              // of this warpgroup
-  uint32_t bias[kHasBias ? kPairs * kTileGroups : 1];  // pairs of adjacent columns
+  uint32_t bias[kHasBias ? kPairs * kTileGroups : 1];  // two adjacent columns each
 
   __device__ __forceinline__ TileEpilogue(Shared& shared, const ProductArguments& args,
                                           const TilePlace& place, int group, int tiles_before)
@@ -98,6 +98,7 @@ struct TileEpilogue {
           }
         });
       }
+      __syncwarp();  // converges for the barrier that follows
     }
   }
 
@@ -170,11 +171,9 @@ struct TileEpilogue {
             load<Out>(later);
           }
         }
-        if (activates) {
-          __syncwarp();
-        }
         const int use = (tiles_before * kBoxes<Out> + box) / Traits::kSlots;
         shared.loaded[group][warp][box % Traits::kSlots].wait(use % 2);
+        __syncwarp();  // converges, and lane 0 has waited for the box before
         return;
       }
     }
@@ -215,24 +214,24 @@ struct TileEpilogue {
     return box + sm90::swizzled_offset(lane % sm90::kWarpRows,
                                        kMatrixGroups * matrix + lane / sm90::kWarpRows);
   }
-  // Values i and i + 1 of a part in fp32.
-  __device__ __forceinline__ float2* pair_of(int box, int i) const {
+  // Values i and i + 1 of a slice in fp32, of two adjacent columns.
+  __device__ __forceinline__ float2* two_columns_of(int box, int i) const {
     const sm90::AccumulatorThread thread = {0, lane};
     const int row = thread.upper_row() + i / 2 % 2 * sm90::kRowStep;
     const int column = i / 4 * kGroupColumns + thread.first_column();
     constexpr int kPieceColumns = sm90::kPieceBytes / static_cast<int>(sizeof(float));
-    static_assert(BoxOf<float>::kColumns == kPartColumns);
+    static_assert(BoxOf<float>::kColumns == kSliceColumns);
     char* data = shared.results[group][warp][box % Traits::kSlots][0].data;
     return reinterpret_cast<float2*>(data + sm90::swizzled_offset(row, column / kPieceColumns) +
                                      column % kPieceColumns * sizeof(float));
   }
 
   template <class Out>
-  __device__ __forceinline__ void read(float (&v)[kValues], int box, int pair, int part) const {
+  __device__ __forceinline__ void read(float (&v)[kValues], int box, int pair, int slice) const {
     if constexpr (std::is_same_v<Out, float>) {
 #pragma unroll
       for (int i = 0; i < kValues; i += 2) {
-        const float2 two = *pair_of(box, i);
+        const float2 two = *two_columns_of(box, i);
         v[i] = two.x;
         v[i + 1] = two.y;
       }
@@ -240,7 +239,7 @@ struct TileEpilogue {
 #pragma unroll
       for (int matrix = 0; matrix < kMatrices; ++matrix) {
         uint32_t words[kMatrixValues / 2];
-        ptx::ldmatrix_x4(piece_of(result_box(box, pair), kMatrices * part + matrix), words);
+        ptx::ldmatrix_x4(piece_of(result_box(box, pair), kMatrices * slice + matrix), words);
 #pragma unroll
         for (int i = 0; i < kMatrixValues; ++i) {
           v[matrix * kMatrixValues + i] = widen(words[i / 2], i % 2);
@@ -249,34 +248,34 @@ struct TileEpilogue {
     }
   }
   template <class Out>
-  __device__ __forceinline__ void write(const Values& v, int box, int part) const {
+  __device__ __forceinline__ void write(const Values& v, int box, int slice) const {
     if constexpr (std::is_same_v<Out, float>) {
 #pragma unroll
       for (int i = 0; i < kValues; i += 2) {
-        *pair_of(box, i) = {v.of[0][i], v.of[0][i + 1]};
+        *two_columns_of(box, i) = {v.of[0][i], v.of[0][i + 1]};
       }
     } else {
 #pragma unroll
       for (int pair = 0; pair < kPairs; ++pair) {
-        write(v.of[pair], result_box(box, pair), part);
+        write(v.of[pair], result_box(box, pair), slice);
       }
     }
   }
-  __device__ __forceinline__ void write(const float (&v)[kValues], uint32_t box, int part) const {
+  __device__ __forceinline__ void write(const float (&v)[kValues], uint32_t box, int slice) const {
 #pragma unroll
     for (int matrix = 0; matrix < kMatrices; ++matrix) {
       const float* m = v + matrix * kMatrixValues;
-      ptx::stmatrix_x4(piece_of(box, kMatrices * part + matrix), ptx::pack<Element>(m[0], m[1]),
+      ptx::stmatrix_x4(piece_of(box, kMatrices * slice + matrix), ptx::pack<Element>(m[0], m[1]),
                        ptx::pack<Element>(m[2], m[3]), ptx::pack<Element>(m[4], m[5]),
                        ptx::pack<Element>(m[6], m[7]));
     }
   }
-  static __device__ __forceinline__ float widen(uint32_t pair, int i) {
+  static __device__ __forceinline__ float widen(uint32_t two, int i) {
     if constexpr (std::is_same_v<Element, __nv_bfloat16>) {
       // The upper half of an fp32: one instruction, where a conversion is two.
-      return __uint_as_float(i == 1 ? pair & 0xffff0000u : pair << 16);
+      return __uint_as_float(i == 1 ? two & 0xffff0000u : two << 16);
     }
-    return static_cast<float>(reinterpret_cast<const Pair&>(pair).of[i]);
+    return static_cast<float>(reinterpret_cast<const TwoColumns&>(two).of[i]);
   }
 
   // -- the tile -----------------------------------------------------------------------------------
@@ -316,7 +315,7 @@ struct TileEpilogue {
 
   template <class Activation, class Out, bool kDrops>
   __device__ __forceinline__ void finish_boxes(Sums& rSums) {
-    constexpr int kParts = BoxOf<Out>::kColumns / kPartColumns;
+    constexpr int kSlices = BoxOf<Out>::kColumns / kSliceColumns;
     BoxDropout<kDrops> dropout(epilogue.dropout, lane);
     float sums[kPairs][kSums] = {};  // of columns
 #pragma unroll 1
@@ -325,35 +324,35 @@ struct TileEpilogue {
       dropout.set_box(place.row, place.column);
       begin_box<Out>(box);
 #pragma unroll
-      for (int part_of_box = 0; part_of_box < kParts; ++part_of_box) {
+      for (int slice = 0; slice < kSlices; ++slice) {
         Values v;
-        take(v, rSums[0], part_of_box);
-        finish_part<Activation, Out>(v, dropout, box, part_of_box);
+        take(v, rSums[0], slice);
+        finish_slice<Activation, Out>(v, dropout, box, slice);
         if constexpr (kDhidden) {
-          add(sums, v, part_of_box);
+          add(sums, v, slice);
         }
       }
       end_box<Out>(box);
       move_up<Out>(rSums, box);
       if constexpr (kDhidden) {
-        if (box % kBlocks == kBlocks - 1) {
+        if (box % kBlocks == kBlocks - 1 && epilogue.sums) {
           write_sums(sums, box / kBlocks);
         }
       }
     }
   }
 
-  // The sums of a part of the first box, and the bias.
+  // The sums of a slice of the first box, and the bias.
   __device__ __forceinline__ void take(Values& v, const float (&sums)[Traits::kColumns / 2],
-                                       int part_of_box) const {
+                                       int slice) const {
     constexpr int kTaken = kUp ? kPairs : 1;  // of kDhiddenGated one, that of a
 #pragma unroll
     for (int pair = 0; pair < kTaken; ++pair) {
 #pragma unroll
       for (int i = 0; i < kValues; ++i) {
-        v.of[pair][i] = sums[pair * Traits::kOutColumns / 2 + part_of_box * kValues + i];
+        v.of[pair][i] = sums[pair * Traits::kOutColumns / 2 + slice * kValues + i];
         if constexpr (kHasBias) {
-          const int of_group = pair * kTileGroups + part_of_box * kPartGroups + i / 4;
+          const int of_group = pair * kTileGroups + slice * kSliceGroups + i / 4;
           v.of[pair][i] += widen(bias[of_group], i % 2);
         }
       }
@@ -387,13 +386,13 @@ struct TileEpilogue {
   // -- the steps ----------------------------------------------------------------------------------
   // v: the sums; of kDhidden dpre in the end.
   template <class Activation, class Out, bool kDrops>
-  __device__ __forceinline__ void finish_part(Values& v, const BoxDropout<kDrops>& dropout, int box,
-                                              int part_of_box) const {
-    const typename BoxDropout<kDrops>::Words words = dropout.words(part_of_box);
+  __device__ __forceinline__ void finish_slice(Values& v, const BoxDropout<kDrops>& dropout,
+                                               int box, int slice) const {
+    const typename BoxDropout<kDrops>::Words words = dropout.words(slice);
     if constexpr (kUp) {
       // relu without a gate saves the activation instead.
       if constexpr (Traits::kGated || !std::is_same_v<Activation, Relu>) {
-        write<Out>(v, box, part_of_box);
+        write<Out>(v, box, slice);
       }
       float a[kValues];
 #pragma unroll
@@ -404,26 +403,26 @@ struct TileEpilogue {
         }
       }
       dropout.apply(a, words);
-      write(a, activated_box(box), part_of_box);
+      write(a, activated_box(box), slice);
     } else if constexpr (kDhidden) {
       float a[kValues];
-      differentiate<Activation>(v, a, dropout, words, box, part_of_box);
+      differentiate<Activation>(v, a, dropout, words, box, slice);
       if constexpr (!kFromSign<Activation>) {
         dropout.apply(a, words);
-        write(a, activated_box(box), part_of_box);
+        write(a, activated_box(box), slice);
       }
-      write<Out>(v, box, part_of_box);
+      write<Out>(v, box, slice);
     } else {
       dropout.apply(v.of[0], words);
       if (loads()) {
         float residual[kValues];
-        read<Out>(residual, box, 0, part_of_box);
+        read<Out>(residual, box, 0, slice);
 #pragma unroll
         for (int i = 0; i < kValues; ++i) {
           v.of[0][i] += residual[i];
         }
       }
-      write<Out>(v, box, part_of_box);
+      write<Out>(v, box, slice);
     }
   }
 
@@ -432,11 +431,11 @@ struct TileEpilogue {
   __device__ __forceinline__ void differentiate(Values& v, float (&a)[kValues],
                                                 const BoxDropout<kDrops>& dropout,
                                                 const typename BoxDropout<kDrops>::Words& words,
-                                                int box, int part_of_box) const {
+                                                int box, int slice) const {
     float hidden[kPairs][kValues];
 #pragma unroll
     for (int pair = 0; pair < kPairs; ++pair) {
-      read<Element>(hidden[pair], box, pair, part_of_box);
+      read<Element>(hidden[pair], box, pair, slice);
     }
     dropout.apply(v.of[0], words);
 #pragma unroll
@@ -458,14 +457,14 @@ struct TileEpilogue {
   }
 
   // -- sums of columns ----------------------------------------------------------------------------
-  // Of a part. Rows outside the result add 0: their da is 0.
+  // Of a slice. Rows outside the result add 0: their da is 0.
   static __device__ __forceinline__ void add(float (&sums)[kPairs][kSums], const Values& v,
-                                             int part_of_box) {
+                                             int slice) {
 #pragma unroll
     for (int pair = 0; pair < kPairs; ++pair) {
 #pragma unroll
       for (int i = 0; i < kValues; ++i) {
-        sums[pair][2 * (kPartGroups * part_of_box + i / 4) + i % 2] += v.of[pair][i];
+        sums[pair][2 * (kSliceGroups * slice + i / 4) + i % 2] += v.of[pair][i];
       }
     }
   }
@@ -500,6 +499,7 @@ struct TileEpilogue {
   // reads from its writes.
   __device__ __forceinline__ void finish_sums() const {
     static_assert(Traits::kPingPong, "a warpgroup has all rows of the tile");
+    __syncwarp();  // converges for the barrier that follows
     ptx::bar_sync(kSumsBarrier + group, kWarpgroup);
     const int64_t first = int64_t{first_row / kTileRows} * kPairs;
     for (int i = warp * kWarp + lane; i < Traits::kSumColumns; i += kWarpgroup) {

@@ -2,10 +2,10 @@
 //
 // A persistent thread block computes one tile of the result after the other: 128 rows times 128 or
 // 256 columns. Its load thread brings 64 of the summed dimension at a time into a ring of four
-// slots by TMA, and two consumer warpgroups multiply by wgmma. Where there is an epilogue, each
-// computes tiles of its own, in ping-pong order, so that one's epilogue runs while the other
-// multiplies; otherwise both share a tile. TMA reads zeros outside operands, and writes nothing
-// outside results.
+// slots by TMA, and two consumer warpgroups multiply by wgmma. Except for dx and
+// dw, each computes tiles of its own, in ping-pong order, so that one's epilogue runs while the
+// other multiplies; for these both share a tile. TMA reads zeros outside operands, and writes
+// nothing outside results.
 //
 // Read in this order: ffn_sm90.h (the steps), config.cuh (shapes), storage.cuh (shared memory,
 // barriers), producer.cuh, consumer.cuh (the main loop), epilogue.cuh, and this file (the kernel

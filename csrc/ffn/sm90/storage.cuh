@@ -12,8 +12,8 @@
 // In ping-pong each consumer has barriers `full` of its own, of which it sees every phase: parities
 // would not tell a phase of the other's tiles from one of its own.
 //
-//   loaded[g][w]   warp w of consumer g, with the bytes of a box       1       0  this warp
-//       [slot]
+//   loaded[g][w]   lane 0 of warp w of consumer g, with the            1       0  this warp
+//       [slot]     bytes of a box
 //
 // Named barriers (bar.sync, bar.arrive); 0 is __syncthreads.
 //
@@ -35,7 +35,7 @@ constexpr int kSumsBarrier = 3;
 // Of the columns of a tile, over the rows of each warp.
 template <int kColumns>
 struct WarpSums {
-  alignas(sm90::kPieceBytes) float of[kGroups][kWarpsPerGroup][kColumns];
+  float of[kGroups][kWarpsPerGroup][kColumns];
 };
 template <>
 struct WarpSums<0> {};

@@ -75,10 +75,10 @@ void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes);
 void mbarrier_wait(uint32_t barrier, uint32_t parity);
 
 // -- copies ---------------------------------------------------------------------------------------
-// Four dimensions, columns first, strides in bytes, boxes of 64 columns of two bytes.
+// Four dimensions, columns first; boxes of rows of 128 bytes. strides: in bytes.
 struct Map {
   char* data;
-  int64_t sizes[4], strides[4];  // of columns, rows, heads, batch; in elements and in bytes
+  int64_t sizes[4], strides[4];  // of columns, rows, heads, batch
   int box_rows;
 };
 void tensor_load(uint32_t to, const Map& map, uint32_t barrier, const int (&at)[4]);

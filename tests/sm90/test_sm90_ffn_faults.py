@@ -154,29 +154,29 @@ def _mutations() -> list[tuple[Mutation, tuple[str, ...]]]:
 
 MUTATIONS = _mutations()
 SUM_MUTATIONS = [
-    Mutation(f"ffn/sm90/{file}.cuh", right, wrong)
-    for file, right, wrong in (
-        ("column_sums", "row_block * kTileRows + i", "i"),
-        ("column_sums", "first_column + thread * kPieceColumns", "thread * kPieceColumns"),
-        ("column_sums", "row >= args.rows || column >= args.columns", "row >= args.rows"),
-        ("column_sums", "row >= args.rows || column >= args.columns", "column >= args.columns"),
-        ("column_sums", "dropout::flat_row_key(row_state, row)",
+    Mutation("ffn/sm90/column_sums.cuh", right, wrong)
+    for right, wrong in (
+        ("row_block * kTileRows + i", "i"),
+        ("first_column + thread * kPieceColumns", "thread * kPieceColumns"),
+        ("row >= args.rows || column >= args.columns", "row >= args.rows"),
+        ("row >= args.rows || column >= args.columns", "column >= args.columns"),
+        ("dropout::flat_row_key(row_state, row)",
          "dropout::flat_row_key(row_state, i)"),
-        ("column_sums", "dropout.column_keys(column)",
+        ("dropout.column_keys(column)",
          "dropout.column_keys(thread * kPieceColumns)"),
-        ("column_sums", "sums[j] += v[j];", "sums[j] = v[j];"),
-        ("column_sums", "sum += shared.sums[i][threadIdx.x];",
+        ("sums[j] += v[j];", "sums[j] = v[j];"),
+        ("sum += shared.sums[i][threadIdx.x];",
          "sum = shared.sums[i][threadIdx.x];"),
-        ("column_sums", "first_column + static_cast<int>(threadIdx.x) < args.columns", "true"),
-        ("column_sums", "i < args.rows", "i < kRowThreads"),
-        ("column_sums", "static_cast<int64_t>(i) * args.columns + column", "column"),
-        ("column_sums", "static_cast<int64_t>(part) * args.columns + column", "column"),
-        ("column_sums", "sums[j] += piece.data[j];", "sums[j] = piece.data[j];"),
-        ("column_sums", "total += shared.sums[i][thread];", "total = shared.sums[i][thread];"),
-        ("column_sums", "row_thread == 0 && column < args.columns", "row_thread == 0"),
-        ("piece", "unit + 1", "unit"),
-        ("piece", "24 - 8 * (j % 4)", "24 - 8 * (j / 4)"),
-        ("piece", "static_cast<uint32_t>(dropout.threshold)",
+        ("first_column + static_cast<int>(threadIdx.x) < args.columns", "true"),
+        ("i < args.rows", "i < kRowThreads"),
+        ("static_cast<int64_t>(i) * args.columns + column", "column"),
+        ("static_cast<int64_t>(part) * args.columns + column", "column"),
+        ("sums[j] += piece.data[j];", "sums[j] = piece.data[j];"),
+        ("total += shared.sums[i][thread];", "total = shared.sums[i][thread];"),
+        ("row_thread == 0 && column < args.columns", "row_thread == 0"),
+        ("unit + 1", "unit"),
+        ("24 - 8 * (j % 4)", "24 - 8 * (j / 4)"),
+        ("static_cast<uint32_t>(dropout.threshold)",
          "static_cast<uint32_t>(dropout.threshold + 1)"),
     )
 ]  # fmt: skip

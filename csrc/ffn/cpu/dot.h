@@ -147,8 +147,7 @@ void dot_rows(const T* x, int64_t x_stride, const T* w, int64_t w_stride, int co
 
 // `rows` rows of x times the columns of half a panel. Tiles prefetch the next half panel, at
 // `ahead`, into the L2 cache, each its share of the rows. (Weights of 154 MB, one Zen 5 thread: 4
-// rows take 7.7 ms with one prefetched row a tile and 6.6 with four, 8 rows 8.2 and 7.6 with two.
-// One row takes 5.3 ms without and 5.6 with prefetching.)
+// rows take 7.7 ms with one prefetched row a tile and 6.6 with four, 8 rows 8.2 and 7.6 with two.)
 template <class T>
 void dot_half(const T* x, int64_t x_stride, int rows, const T* w, int64_t w_stride, int columns,
               int64_t numbers, const T* ahead, int64_t ahead_stride, float* sums, bool add) {
@@ -191,34 +190,44 @@ void dot_half(const T* x, int64_t x_stride, int rows, const T* w, int64_t w_stri
 }
 
 // x and w times each other, `numbers` deep: a vector whose lanes are to be added up.
-inline __attribute__((always_inline)) Float dot_chunk(const float* x, const float* w,
-                                                      int64_t numbers) {
+template <class T>
+inline __attribute__((always_inline)) Float dot_chunk(const T* x, const T* w, int64_t numbers) {
+  using C = DotUnits<T>;
+  constexpr int kStep = kLanes * C::kDepth;
   Float sum = {};
+  const auto step = [&](int64_t d, int count) {
+    sum = C::products(C::template part<0>(x + d, count), C::template part<0>(w + d, count), sum);
+  };
   int64_t d = 0;
 #pragma GCC unroll 4
-  for (; d + kLanes <= numbers; d += kLanes) {
-    sum = fma(load(x + d), load(w + d), sum);
+  for (; d + kStep <= numbers; d += kStep) {
+    step(d, kStep);
   }
-  return d < numbers ? fma(load(x + d, numbers - d), load(w + d, numbers - d), sum) : sum;
+  if (d < numbers) {
+    step(d, static_cast<int>(numbers - d));
+  }
+  return sum;
 }
 
 // As dot_block, for one row of x. The rows of w are read one after another, as a stream that the
-// hardware prefetches (weights of 154 MB in large pages, AVX2, one thread: 4.8 ms instead of 5.8
-// with tiles, of 19 MB: 0.43 instead of 0.48; two threads: 3.8 instead of 4.4). In half precision,
-// where each row of w would convert x again, bf16 takes 1.8 times as long as with tiles.
-constexpr bool kStreamsOneRow = kLanes == 8;  // elsewhere not measured
-inline void dot_one_row(const Product& p, int64_t row, int64_t first_panel, int64_t last_panel,
-                        float* sums) {
+// hardware prefetches (weights of 154 MB, one thread: 4.8 ms instead of 5.8 with tiles on Zen 4 with
+// AVX2, 4.0 instead of 5.2 on Zen 5 with AVX-512; in bf16, 77 MB, there 2.3 instead of 2.7). Where
+// each row of w would convert x again, tiles are faster (bf16 with AVX2: 1.8 times).
+template <class T>
+constexpr bool kStreamsOneRow = kLanes >= 8 && !kConverted<T>;
+template <class T>
+void dot_one_row(const Product& p, int64_t row, int64_t first_panel, int64_t last_panel,
+                 float* sums) {
   constexpr int kMostChunks = 8;  // before their sums are added up
-  constexpr int64_t kNumbers = kChunk<float>;
+  constexpr int64_t kNumbers = kChunk<T>;
   const int64_t depth = p.a.columns, stride = p.b.column_stride;
-  const float* x = static_cast<const float*>(p.a.data) + row * p.a.row_stride;
+  const T* x = static_cast<const T*>(p.a.data) + row * p.a.row_stride;
   for (int64_t h = 0; h < 2 * (last_panel - first_panel); ++h, sums += kLanes) {
     const Half half = half_of(p, first_panel + h / 2, h % 2);
     if (half.count == 0) {
       continue;
     }
-    const float* w = static_cast<const float*>(p.b.data) + half.first * stride;
+    const T* w = static_cast<const T*>(p.b.data) + half.first * stride;
     for (int64_t first = 0; first < depth; first += kMostChunks * kNumbers) {
       const int64_t last = std::min(depth, first + kMostChunks * kNumbers);
       const auto for_chunks = [&](const auto& body) {
@@ -228,7 +237,7 @@ inline void dot_one_row(const Product& p, int64_t row, int64_t first_panel, int6
       };
       Float c[kMostChunks][kLanes];
       for (int j = 0; j < kLanes; ++j) {
-        const float* column = w + std::min(j, half.count - 1) * stride;
+        const T* column = w + std::min(j, half.count - 1) * stride;
         for_chunks([&](int64_t d, int64_t i) {
           c[i][j] = dot_chunk(x + d, column + d, std::min(last - d, kNumbers));
         });
@@ -246,9 +255,9 @@ inline void dot_one_row(const Product& p, int64_t row, int64_t first_panel, int6
 template <class T>
 void dot_block(const Product& p, int64_t first_row, int rows, int64_t first_panel,
                int64_t last_panel, float* workspace) {
-  if constexpr (kStreamsOneRow && std::is_same_v<T, float>) {
+  if constexpr (kStreamsOneRow<T>) {
     if (rows == 1 && p.a.columns > 0) {
-      return dot_one_row(p, first_row, first_panel, last_panel, workspace + kSumsAt);
+      return dot_one_row<T>(p, first_row, first_panel, last_panel, workspace + kSumsAt);
     }
   }
   const int64_t depth = p.a.columns, x_stride = p.a.row_stride, w_stride = p.b.column_stride;

@@ -5,10 +5,12 @@ the same size share a program.
 import pytest
 import torch
 from naive_search import LIMITS, STRATEGIES, assert_same_hypotheses, padded, sharp_model, sources
+from seq2seq_samples import small_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastattn.seq2seq.generation import Programs, generate
+from fastattn.seq2seq import generation
+from fastattn.seq2seq.generation import GREEDY, Programs, generate
 
 
 class Recorder(TorchDispatchMode):
@@ -103,6 +105,35 @@ def test_prefixes_and_autocast_have_programs_of_their_own(strategy):
         program.search = None
     whole = generate(model, *batch, **arguments, programs=programs, use_cache=False)
     assert whole == generate(model, *batch, **arguments, use_cache=False)
+
+
+@pytest.mark.parametrize("options", [{}, {"copy": True}, {"memory_layers": "reversed+last"}])
+def test_encodings_of_small_batches_are_recorded_for_each_length(options, monkeypatch):
+    model, programs = small_model(tied=False, seed=7, **options).eval(), Programs()
+    arguments = {"max_lengths": [9] * 3, "strategy": GREEDY}
+    encoded = []
+    encode = model.encode
+    batches = [padded([r[:length] for r in sources(3, seed=length)]) for length in (3, 6, 4, 6, 3)]
+    for number, batch in enumerate([*batches, *batches]):
+        if number == len(batches):
+            with torch.no_grad():  # in place: recorded operations read the same memory
+                model.transformer.encoder.layers[0].linear1.weight.mul_(-2)
+        expected = generate(model, *batch, **arguments)
+        monkeypatch.setattr(model, "encode", lambda *a: encoded.append(a) or encode(*a))
+        assert generate(model, *batch, **arguments, programs=programs) == expected
+        monkeypatch.undo()
+    # The first one makes the program, each other length is recorded once.
+    assert len(encoded) == 1 + len({batch[0].shape for batch in batches})
+    assert len(programs._kept) == 1
+
+
+def test_large_batches_are_encoded_without_recording(monkeypatch):
+    monkeypatch.setattr(generation, "RECORDED_TOKENS", 10)
+    model, programs, batch = sharp_model(), Programs(), padded(sources())
+    for _ in range(3):
+        generate(model, *batch, max_lengths=LIMITS, programs=programs)
+    ((_, program),) = programs._kept.items()
+    assert not program._encodings
 
 
 @pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])

@@ -88,12 +88,12 @@ struct BackwardWorkspace {
   }
 };
 
-// A workspace for what memory(arena) takes, and for workers of products of at most `rows` rows.
+// The floats of a workspace for what memory(arena) takes, and for workers.
 template <class Memory>
-Tensor workspace_for(int64_t work, int64_t rows, const Memory& memory) {
-  Arena measure(nullptr);
+int64_t workspace_floats(int64_t work, int64_t worker, const Memory& memory) {
+  Arena measure;
   memory(measure);
-  return new_vector(with_workers(measure.used(), work, rows), ScalarType::Float);
+  return with_workers(measure.used(), work, worker);
 }
 
 // -- forward --------------------------------------------------------------------------------------
@@ -116,17 +116,21 @@ std::tuple<Tensor, Tensor> ffn_fwd_out(Tensor x, Tensor w1, std::optional<Tensor
   const Shape s = shape_of(x, w1, w2);
   const Activation act = activation_of(activation, s);
   const bool keeps = keeps_activated(act, s);
-  const Tensor workspace =
-      workspace_for(work_of(s), s.rows, [&](Arena& arena) { ForwardWorkspace(s, keeps, arena); });
-  Arena arena(&workspace);
+  const Matrix input = matrix(x, "x", s.rows, s.D, s.type);
+  const Matrix up = matrix(w1, "w1", s.wide, s.D, s.type);
+  const Matrix down = matrix(w2, "w2", s.out, s.F, s.type);
+  const int64_t worker = worker_floats_of(input, {up, down}, s.type);
+  Workspace workspace(workspace_floats(work_of(s), worker,
+                                       [&](Arena& arena) { ForwardWorkspace(s, keeps, arena); }));
+  Arena arena(workspace);
   const ForwardWorkspace memory(s, keeps, arena);
   Panels first_panels = {memory.first}, second_panels = {memory.second};
-  Team team = team_of(arena, s.rows, s.row_blocks() == 1);
+  Team team = team_of(arena, worker, s.row_blocks() == 1);
   const uint32_t stream = static_cast<uint32_t>(dropout_stream);
 
   Product first(s.type);
-  first.a = matrix(x, "x", s.rows, s.D, s.type);
-  first.b = matrix(w1, "w1", s.wide, s.D, s.type).transposed();
+  first.a = input;
+  first.b = up.transposed();
   first.gate = s.gated() ? s.F : 0;
   first.epilogue.kind = Epilogue::kActivate;
   first.epilogue.bias = vector_if(b1, "b1", s.wide, s.type);
@@ -139,7 +143,7 @@ std::tuple<Tensor, Tensor> ffn_fwd_out(Tensor x, Tensor w1, std::optional<Tensor
   Product second(s.type);
   second.a = keeps ? Matrix{first.epilogue.hidden, s.rows, s.F, s.F, 1}
                    : inner(memory.activated, s.rows, s.F, s.type);
-  second.b = matrix(w2, "w2", s.out, s.F, s.type).transposed();
+  second.b = down.transposed();
   second.epilogue.bias = vector_if(b2, "b2", s.out, s.type);
   second.epilogue.dropout = dropout_of(output_dropout_p, dropout_seed,
                                        stream + dropout::kSecondStream, s.out, memory.output_keys);
@@ -188,13 +192,14 @@ FiveTensors ffn_bwd_out(Tensor dy, Tensor x, Tensor w1, std::optional<Tensor> /*
   const bool kept_activated = keeps_activated(act, s);
   const DType dy_type = dtype_of(dy, "dy");
   const bool drops = output_dropout_p > 0 || dy_type != s.type;
-  const Tensor workspace = workspace_for(2 * work_of(s), kBlockRows, [&](Arena& arena) {
+  const int64_t worker = worker_floats(kBlockRows);
+  Workspace workspace(workspace_floats(2 * work_of(s), worker, [&](Arena& arena) {
     BackwardWorkspace(s, kept_activated, drops, arena);
-  });
-  Arena arena(&workspace);
+  }));
+  Arena arena(workspace);
   const BackwardWorkspace memory(s, kept_activated, drops, arena);
   Panels first_panels = {memory.first}, second_panels = {memory.second};
-  Team team = team_of(arena, kBlockRows);
+  Team team = team_of(arena, worker);
   const uint32_t stream = static_cast<uint32_t>(dropout_stream);
   const int64_t blocks = s.row_blocks();
 

@@ -55,10 +55,6 @@ LinearShape linear_shape_of(const Tensor& x, const Tensor& w) {
   return {dtype_of(x, "x"), rows_in(x), x.size(-1), w.size(0)};
 }
 
-Tensor new_workspace(int64_t floats) {
-  return new_vector(floats, ScalarType::Float);
-}
-
 std::tuple<Tensor> linear_fwd_out(Tensor x, Tensor w, std::optional<Tensor> b, Tensor y) {
   if (!has_kernels_for(x.scalar_type())) {
     return call_other_backend_into(std::tuple(y), "fastattn::linear_fwd", x, w, b);
@@ -67,16 +63,19 @@ std::tuple<Tensor> linear_fwd_out(Tensor x, Tensor w, std::optional<Tensor> b, T
   w = readable(w);
   b = as_contiguous(b);
   const LinearShape s = linear_shape_of(x, w);
+  const Matrix input = matrix(x, "x", s.rows, s.D, s.type);
+  const Matrix weight = matrix(w, "w", s.out, s.D, s.type);
   const int64_t packed = Product::packed_floats(s.rows, s.D, s.out);
-  Arena measure(nullptr);
+  const int64_t worker = worker_floats_of(input, {weight}, s.type);
+  Arena measure;
   measure.take(packed);
-  const Tensor workspace = new_workspace(with_workers(measure.used(), s.work(), s.rows));
-  Arena arena(&workspace);
+  Workspace workspace(with_workers(measure.used(), s.work(), worker));
+  Arena arena(workspace);
   Panels panels = {arena.take(packed)};
-  Team team = team_of(arena, s.rows, true);
+  Team team = team_of(arena, worker, true);
   Product product(s.type);
-  product.a = matrix(x, "x", s.rows, s.D, s.type);
-  product.b = matrix(w, "w", s.out, s.D, s.type).transposed();
+  product.a = input;
+  product.b = weight.transposed();
   product.epilogue.bias = vector_if(b, "b", s.out, s.type);
   product.epilogue.out_type = s.type;
   product.epilogue.out = matrix(with_large_pages(y), "y", s.rows, s.out, s.type);
@@ -105,13 +104,14 @@ ThreeTensors linear_bwd_out(Tensor dy, std::optional<Tensor> x, std::optional<Te
   w = w ? std::optional(readable(*w)) : w;
   const int64_t columns = w ? w->size(1) : x ? x->size(-1) : 0;
   const LinearShape s = {dtype_of(dy, "dy"), rows_in(dy), columns, dy.size(-1)};
-  Arena measure(nullptr);
+  const int64_t worker = worker_floats(kBlockRows);
+  Arena measure;
   LinearBackwardWorkspace(s, measure);
-  const Tensor workspace = new_workspace(with_workers(measure.used(), 2 * s.work(), kBlockRows));
-  Arena arena(&workspace);
+  Workspace workspace(with_workers(measure.used(), 2 * s.work(), worker));
+  Arena arena(workspace);
   const LinearBackwardWorkspace memory(s, arena);
   Panels first_panels = {memory.first}, second_panels = {memory.second};
-  Team team = team_of(arena, kBlockRows);
+  Team team = team_of(arena, worker);
   const Matrix gradient = matrix(dy, "dy", s.rows, s.out, s.type);
   const Output output = {s.rows, s.out, s.type, gradient, {}, s.type, nullptr, memory.partials};
   if (db.numel() > 0) {

@@ -83,18 +83,19 @@ inline int64_t with_room_for_large_pages(int64_t floats) {
   return large ? floats + 2 * kLargePage / static_cast<int64_t>(sizeof(float)) : floats;
 }
 
+// That of two workers for 4 rows lies on the stack.
+using Workspace = Workspace<4096>;
+
 // Sections of the workspace; without one it only counts their size.
 class Arena {
  public:
-  explicit Arena(const Tensor* workspace) {
-    if (workspace) {
-      left_ = workspace->numel();
-      next_ = static_cast<float*>(workspace->data_ptr());
-      if (left_ * static_cast<int64_t>(sizeof(float)) >= (kLargePages + 2) * kLargePage) {
-        float* first = static_cast<float*>(request_large_pages(next_, left_ * sizeof(float)));
-        left_ -= first - next_;
-        next_ = first;
-      }
+  Arena() = default;
+  explicit Arena(Workspace& workspace)
+      : next_(workspace.take(workspace.floats())), left_(workspace.floats()) {
+    if (left_ * static_cast<int64_t>(sizeof(float)) >= (kLargePages + 2) * kLargePage) {
+      float* first = static_cast<float*>(request_large_pages(next_, left_ * sizeof(float)));
+      left_ -= first - next_;
+      next_ = first;
     }
   }
 
@@ -142,15 +143,25 @@ inline Product stored(const Matrix& a, const Matrix& b, const Tensor& out, const
 // Whether a row's products have the same bits among any number of rows, if their dtype can be.
 inline thread_local bool batch_invariant = false;
 
-// The workspace of an op that uses `used` floats and whose products, of at most `rows` rows, cost
-// `work` (product_work).
-inline int64_t with_workers(int64_t used, int64_t work, int64_t rows) {
-  return with_room_for_large_pages(used + workers_for(work, threads()) * worker_floats(rows));
+// The workspace of an op that uses `used` floats and whose products cost `work` (product_work) and
+// need `worker` floats a worker.
+inline int64_t with_workers(int64_t used, int64_t work, int64_t worker) {
+  return with_room_for_large_pages(used + workers_for(work, threads()) * worker);
 }
 
-// The workers share what is left of the workspace. at_once: see Team.
-inline Team team_of(Arena& arena, int64_t rows, bool at_once = false) {
-  const int64_t each = worker_floats(rows);
+// The floats of a worker for products of x and weights [columns, depth].
+inline int64_t worker_floats_of(const Matrix& x, std::initializer_list<Matrix> weights,
+                                DType type) {
+  bool in_place = x.rows <= kernels().in_place_rows[static_cast<int>(type)];
+  in_place &= x.column_stride == 1;
+  for (const Matrix& w : weights) {
+    in_place &= w.column_stride == 1;
+  }
+  return worker_floats(std::max<int64_t>(x.rows, 1), in_place);
+}
+
+// The workers share what is left of the workspace, `each` floats. at_once: see Team.
+inline Team team_of(Arena& arena, int64_t each, bool at_once = false) {
   const int64_t workers = std::min(arena.left() / each, threads());
   STD_TORCH_CHECK(workers > 0, "workspace must be large enough for one worker");
   return Team(workers, arena.take(workers * each), each, batch_invariant, at_once);

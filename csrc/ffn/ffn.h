@@ -31,14 +31,15 @@ constexpr int kMaxLanes = 16;
 // An odd number of cache lines, so that rows (or the depth) map to many sets of the L1 cache.
 constexpr int kOperandPitch = kBlockDepth + 16;
 constexpr int kAcrossPitch = kBlockRows + 16;
-// A worker's workspace: its left block, a panel of its own, and its sums (or shallow panels).
+// A worker's workspace for products of at most `rows` rows: its sums (or shallow panels, for which
+// rows = kBlockRows), and unless operands are read in place its left block and a panel of its own.
+constexpr int64_t sum_floats(int64_t rows) {
+  return (rows < kBlockRows ? rows : kBlockRows) * kBlockPanels * kMaxPanel;
+}
 constexpr int64_t kOperandFloats = kBlockDepth * kAcrossPitch;
 static_assert(kBlockRows * kOperandPitch <= kOperandFloats);
-// The size of that workspace for products of at most `rows` rows; shallow ones need that of
-// kBlockRows.
-constexpr int64_t worker_floats(int64_t rows) {
-  return kOperandFloats + kBlockDepth * kMaxPanel +
-         (rows < kBlockRows ? rows : kBlockRows) * kBlockPanels * kMaxPanel;
+constexpr int64_t worker_floats(int64_t rows, bool in_place = false) {
+  return sum_floats(rows) + (in_place ? 0 : kOperandFloats + kBlockDepth * kMaxPanel);
 }
 
 // Up to this depth a weight's gradient is stored from registers.
@@ -137,6 +138,8 @@ struct Kernels {
   // Rows of the left operand up to which the right one is not packed, by dtype. Where it is not 0,
   // products in place are fast enough for any number of rows, and can be batch-invariant.
   int unpacked_rows[3];
+  // Up to so many rows, operands that are contiguous along the depth are not copied, either.
+  int in_place_rows[3];
   void (*pack)(const Product&, int64_t first_panel, int64_t last_panel);
   void (*multiply)(const Product&, int64_t row_block, int64_t first_panel, int64_t last_panel,
                    float* workspace);

@@ -44,6 +44,8 @@ constexpr int64_t kChunk = kChunkBytes / sizeof(T);
 // instead of 157; depth 2048 with AVX2, 64 rows: 76 instead of 65, 8 rows: 53 instead of 63).
 constexpr int kAliasBytes = 4096, kCopyRows = kLanes == 16 ? 24 : 16;
 template <class T>
+constexpr int kInPlaceRows = kUnpackedRows<T> < kCopyRows ? kUnpackedRows<T> : kCopyRows - 1;
+template <class T>
 constexpr int64_t kCopyPitch = (kChunkBytes + 64) / sizeof(T);
 static_assert(kLanes * (kChunkBytes + 64) <= kOperandFloats * static_cast<int64_t>(sizeof(float)));
 // With fewer rows of x a row of w is read from its beginning to its end, otherwise a chunk of all
@@ -210,9 +212,9 @@ inline __attribute__((always_inline)) Float dot_chunk(const T* x, const T* w, in
 }
 
 // As dot_block, for one row of x. The rows of w are read one after another, as a stream that the
-// hardware prefetches (weights of 154 MB, one thread: 4.8 ms instead of 5.8 with tiles on Zen 4 with
-// AVX2, 4.0 instead of 5.2 on Zen 5 with AVX-512; in bf16, 77 MB, there 2.3 instead of 2.7). Where
-// each row of w would convert x again, tiles are faster (bf16 with AVX2: 1.8 times).
+// hardware prefetches (weights of 154 MB, one thread: 4.8 ms instead of 5.8 with tiles on Zen 4
+// with AVX2, 4.0 instead of 5.2 on Zen 5 with AVX-512; in bf16, 77 MB, there 2.3 instead of 2.7).
+// Where each row of w would convert x again, tiles are faster (bf16 with AVX2: 1.8 times).
 template <class T>
 constexpr bool kStreamsOneRow = kLanes >= 8 && !kConverted<T>;
 template <class T>
@@ -257,7 +259,7 @@ void dot_block(const Product& p, int64_t first_row, int rows, int64_t first_pane
                int64_t last_panel, float* workspace) {
   if constexpr (kStreamsOneRow<T>) {
     if (rows == 1 && p.a.columns > 0) {
-      return dot_one_row<T>(p, first_row, first_panel, last_panel, workspace + kSumsAt);
+      return dot_one_row<T>(p, first_row, first_panel, last_panel, workspace);
     }
   }
   const int64_t depth = p.a.columns, x_stride = p.a.row_stride, w_stride = p.b.column_stride;
@@ -265,7 +267,7 @@ void dot_block(const Product& p, int64_t first_row, int rows, int64_t first_pane
   const T* w = static_cast<const T*>(p.b.data);
   const bool aliases = depth > 0 && w_stride * sizeof(T) % kAliasBytes == 0;
   const bool copies = aliases && rows >= kCopyRows;
-  T* copy = reinterpret_cast<T*>(workspace);
+  T* copy = reinterpret_cast<T*>(workspace + sum_floats(rows));
   const int64_t chunks = depth > 0 ? ceil_div(depth, kChunk<T>) : 1;
   const int64_t halves = 2 * (last_panel - first_panel), count = chunks * halves;
   const bool by_halves = rows < kFewRows;
@@ -292,8 +294,7 @@ void dot_block(const Product& p, int64_t first_row, int rows, int64_t first_pane
       stride = kCopyPitch<T>;
     }
     dot_half(x + d, x_stride, rows, columns, stride, half.count, numbers,
-             w + next.half.first * w_stride + next.d, w_stride, workspace + kSumsAt + h * kLanes,
-             d > 0);
+             w + next.half.first * w_stride + next.d, w_stride, workspace + h * kLanes, d > 0);
   }
 }
 

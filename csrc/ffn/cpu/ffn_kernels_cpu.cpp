@@ -302,7 +302,7 @@ inline void multiply(const Product& p, int64_t row_block, int64_t first_panel, i
     } else {
       multiply_block<T>(p, first_row, rows, first_panel, last_panel, workspace);
     }
-    run_epilogue<T>(p, {first_row, rows, first_panel, last_panel, workspace + kSumsAt});
+    run_epilogue<T>(p, {first_row, rows, first_panel, last_panel, workspace});
   });
 }
 
@@ -329,9 +329,12 @@ inline void reduce(const float* partials, int64_t count, int64_t columns, void* 
   });
 }
 
-const Kernels kKernels = {
-    kPanel,      {kUnpackedRows<float>, kUnpackedRows<BFloat16>, kUnpackedRows<Float16>},
-    pack,        multiply,
-    drop_output, reduce};
+const Kernels kKernels = {kPanel,
+                          {kUnpackedRows<float>, kUnpackedRows<BFloat16>, kUnpackedRows<Float16>},
+                          {kInPlaceRows<float>, kInPlaceRows<BFloat16>, kInPlaceRows<Float16>},
+                          pack,
+                          multiply,
+                          drop_output,
+                          reduce};
 
 }  // namespace fastattn::ffn::FASTATTN_ISA

@@ -240,9 +240,6 @@ inline __attribute__((always_inline)) void prefetch_epilogue(const Product& p, i
   }
 }
 
-// Offsets in a worker's workspace.
-constexpr int64_t kPanelAt = kOperandFloats, kSumsAt = kPanelAt + kBlockDepth * kMaxPanel;
-
 // Computes the sums [row][kSumPitch] of rows [first_row, first_row + rows), panels [first_panel,
 // last_panel).
 template <class T>
@@ -255,9 +252,9 @@ void multiply_block(const Product& p, int64_t first_row, int rows, int64_t first
   const bool dot = !p.packed && by_rows && rows <= kDotRows && p.b.column_stride != 1;
   const int step = strip_rows(rows, kRows);
   const auto* packed = reinterpret_cast<const Unit*>(p.packed);
-  Unit* left = reinterpret_cast<Unit*>(workspace);
-  Unit* own = reinterpret_cast<Unit*>(workspace + kPanelAt);
-  float* sums = workspace + kSumsAt;
+  float* sums = workspace;
+  Unit* left = reinterpret_cast<Unit*>(workspace + sum_floats(rows));
+  Unit* own = left + kOperandFloats;
   if (units == 0) {
     for (int r = 0; r < rows; ++r) {
       memset(sums + r * kSumPitch, 0, sizeof(float) * kPanel * (last_panel - first_panel));

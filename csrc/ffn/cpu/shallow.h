@@ -46,14 +46,14 @@ template <class T>
 void shallow_block(const Product& p, int64_t first_row, int rows, int64_t first_panel,
                    int64_t last_panel, float* workspace) {
   using Unit = typename UnitsOf<T>::Unit;
-  // A worker's own panels use the memory of its sums, which is that of kBlockRows.
+  // A worker's own panels use the memory of the sums of kBlockRows.
   static_assert(kShallowDepth <= kBlockDepth && kShallowDepth <= kBlockRows);
   const int units = static_cast<int>(ceil_div(p.a.columns, UnitsOf<T>::kDepth));
   const int64_t panel_units = units * kPanel, pitch = p.epilogue.out.row_stride;
   const int step = strip_rows(rows, kShallowRows);
-  Unit* left = reinterpret_cast<Unit*>(workspace);
+  Unit* left = reinterpret_cast<Unit*>(workspace + sum_floats(kBlockRows));
   pack_left<T>(p.a, first_row, rows, 0, units, left);
-  Unit* own = reinterpret_cast<Unit*>(workspace + kSumsAt);
+  Unit* own = reinterpret_cast<Unit*>(workspace);
   for (int64_t panel = first_panel; !p.packed && panel < last_panel; ++panel) {
     pack_panel<T>(p, panel, 0, units, own + (panel - first_panel) * panel_units);
   }

@@ -152,10 +152,11 @@ inline int64_t with_workers(int64_t used, int64_t work, int64_t worker) {
 // The floats of a worker for products of x and weights [columns, depth].
 inline int64_t worker_floats_of(const Matrix& x, std::initializer_list<Matrix> weights,
                                 DType type) {
-  bool in_place = x.rows <= kernels().in_place_rows[static_cast<int>(type)];
-  in_place &= x.column_stride == 1;
+  const int64_t bytes = type == DType::kFloat32 ? 4 : 2;
+  bool in_place = x.column_stride == 1 && are_unpacked(x.rows, type, batch_invariant);
   for (const Matrix& w : weights) {
-    in_place &= w.column_stride == 1;
+    in_place &= w.column_stride == 1 &&
+                (x.rows < kernels().copy_rows || w.row_stride * bytes % kAliasBytes != 0);
   }
   return worker_floats(std::max<int64_t>(x.rows, 1), in_place);
 }

@@ -42,6 +42,9 @@ constexpr int64_t worker_floats(int64_t rows, bool in_place = false) {
   return sum_floats(rows) + (in_place ? 0 : kOperandFloats + kBlockDepth * kMaxPanel);
 }
 
+// Rows that are a multiple of a page apart map to one set of the L1 cache.
+constexpr int kAliasBytes = 4096;
+
 // Up to this depth a weight's gradient is stored from registers.
 constexpr int kShallowDepth = 96;
 
@@ -138,8 +141,9 @@ struct Kernels {
   // Rows of the left operand up to which the right one is not packed, by dtype. Where it is not 0,
   // products in place are fast enough for any number of rows, and can be batch-invariant.
   int unpacked_rows[3];
-  // Up to so many rows, operands that are contiguous along the depth are not copied, either.
-  int in_place_rows[3];
+  // From so many rows on, rows of the right operand that are a multiple of kAliasBytes apart are
+  // copied even so.
+  int copy_rows;
   void (*pack)(const Product&, int64_t first_panel, int64_t last_panel);
   void (*multiply)(const Product&, int64_t row_block, int64_t first_panel, int64_t last_panel,
                    float* workspace);
@@ -150,5 +154,11 @@ struct Kernels {
 };
 
 FASTATTN_DISPATCH(Kernels)
+
+// Whether products of so many rows read operands that are contiguous along the depth as they are.
+inline bool are_unpacked(int64_t rows, DType type, bool batch_invariant) {
+  const int most = kernels().unpacked_rows[static_cast<int>(type)];
+  return rows <= most || (batch_invariant && most > 0);
+}
 
 }  // namespace fastattn::ffn

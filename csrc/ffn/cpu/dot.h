@@ -39,12 +39,10 @@ constexpr int kColumnsOf = kLanes / kR > kTileColumns ? kLanes / kR : kTileColum
 constexpr int kChunkBytes = 2048;
 template <class T>
 constexpr int64_t kChunk = kChunkBytes / sizeof(T);
-// Rows of a weight that are a multiple of 4 KiB apart map to one set of the L1 cache: from
-// kCopyRows rows of x on they are copied (depth 1024, one Zen 5 thread, 48 rows: 180 GFLOP/s
-// instead of 157; depth 2048 with AVX2, 64 rows: 76 instead of 65, 8 rows: 53 instead of 63).
-constexpr int kAliasBytes = 4096, kCopyRows = kLanes == 16 ? 24 : 16;
-template <class T>
-constexpr int kInPlaceRows = kUnpackedRows<T> < kCopyRows ? kUnpackedRows<T> : kCopyRows - 1;
+// Rows of a weight that map to one set of the L1 cache are copied from kCopyRows rows of x on
+// (depth 1024, one Zen 5 thread, 48 rows: 180 GFLOP/s instead of 157; depth 2048 with AVX2, 64
+// rows: 76 instead of 65, 8 rows: 53 instead of 63).
+constexpr int kCopyRows = kLanes == 16 ? 24 : 16;
 template <class T>
 constexpr int64_t kCopyPitch = (kChunkBytes + 64) / sizeof(T);
 static_assert(kLanes * (kChunkBytes + 64) <= kOperandFloats * static_cast<int64_t>(sizeof(float)));

@@ -329,12 +329,10 @@ inline void reduce(const float* partials, int64_t count, int64_t columns, void* 
   });
 }
 
-const Kernels kKernels = {kPanel,
-                          {kUnpackedRows<float>, kUnpackedRows<BFloat16>, kUnpackedRows<Float16>},
-                          {kInPlaceRows<float>, kInPlaceRows<BFloat16>, kInPlaceRows<Float16>},
-                          pack,
-                          multiply,
-                          drop_output,
-                          reduce};
+const Kernels kKernels = {
+    kPanel,    {kUnpackedRows<float>, kUnpackedRows<BFloat16>, kUnpackedRows<Float16>},
+    kCopyRows, pack,
+    multiply,  drop_output,
+    reduce};
 
 }  // namespace fastattn::ffn::FASTATTN_ISA

@@ -74,9 +74,7 @@ class Team {
       return -1;
     }
     const Kernels& isa = kernels();
-    const int type = static_cast<int>(p.type);
-    const bool any_rows = batch_invariant_ && isa.unpacked_rows[type] > 0;
-    p.unpacked = p.can_be_unpacked() && (any_rows || p.a.rows <= isa.unpacked_rows[type]);
+    p.unpacked = p.can_be_unpacked() && are_unpacked(p.a.rows, p.type, batch_invariant_);
     const bool gated = p.gate > 0 && p.gate != p.b.columns;
     const int64_t count =
         gated ? ceil_div(p.gate, isa.panel / 2) : ceil_div(p.b.columns, isa.panel);

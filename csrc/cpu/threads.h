@@ -187,13 +187,13 @@ class alignas(64) Steps {
     sleepers_.fetch_sub(1);
   }
 
-  std::mutex mutex_;
-  std::condition_variable completed_;
-  std::atomic<int> sleepers_{0};
   std::vector<Step> steps_;
   std::vector<TaskRange> order_;
   int64_t workers_ = 0;
   std::unique_ptr<Counter[]> shares_;  // tasks taken of each
+  alignas(64) std::mutex mutex_;
+  std::condition_variable completed_;
+  std::atomic<int> sleepers_{0};
 };
 
 }  // namespace fastattn

@@ -83,7 +83,7 @@ inline int64_t with_room_for_large_pages(int64_t floats) {
   return large ? floats + 2 * kLargePage / static_cast<int64_t>(sizeof(float)) : floats;
 }
 
-// That of two workers for 4 rows lies on the stack.
+// Up to this size on the stack: that of linear in place for 4 rows and two workers.
 using Workspace = Workspace<4096>;
 
 // Sections of the workspace; without one it only counts their size.
@@ -149,7 +149,8 @@ inline int64_t with_workers(int64_t used, int64_t work, int64_t worker) {
   return with_room_for_large_pages(used + workers_for(work, threads()) * worker);
 }
 
-// The floats of a worker for products of x and weights [columns, depth].
+// The floats of a worker for the product of x and a weight [columns, depth], whose result, if there
+// are other weights, is multiplied by these.
 inline int64_t worker_floats_of(const Matrix& x, std::initializer_list<Matrix> weights,
                                 DType type) {
   const int64_t bytes = type == DType::kFloat32 ? 4 : 2;

@@ -141,8 +141,8 @@ struct Kernels {
   // Rows of the left operand up to which the right one is not packed, by dtype. Where it is not 0,
   // products in place are fast enough for any number of rows, and can be batch-invariant.
   int unpacked_rows[3];
-  // From so many rows on, rows of the right operand that are a multiple of kAliasBytes apart are
-  // copied even so.
+  // From so many rows of the left operand on, a product in place copies parts of the right one
+  // whose columns are a multiple of kAliasBytes apart.
   int copy_rows;
   void (*pack)(const Product&, int64_t first_panel, int64_t last_panel);
   void (*multiply)(const Product&, int64_t row_block, int64_t first_panel, int64_t last_panel,

@@ -1,4 +1,4 @@
-"""One decoding step, recorded once and replayed: as a CUDA graph, on a CPU as a list of calls.
+"""A decoding step or an encoding, recorded once and replayed, as a CUDA graph or a list of calls.
 
 The step must run the same operations on the same tensors each time and read no value from the
 device. A replay then runs only the operations, in the memory of the recorded run, without the

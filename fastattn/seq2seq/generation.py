@@ -15,12 +15,14 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from fastattn.functional import batch_invariant
 from fastattn.nn.fusion import modules_of
 from fastattn.nn.paged_decoding import PagedDecoderCache
 from fastattn.nn.sharding import SINGLE, sharding_of
 from fastattn.nn.step_graph import recorded
+from fastattn.nn.transformer import TransformerEncoder
 
 from .beam_search import BeamSearch, BeamState
 from .continuations import CachedContinuations, Continuations, make_continuations
@@ -56,6 +58,7 @@ STEPS = 32
 # Zen 5 thread, fp32 and bf16: 10.3 and 6.0 ms instead of 11.3 and 6.8; 8 sentences in bf16: 13.0
 # instead of 14.2). While it is recorded, all its tensors are kept: 36 MB with 256 of d512 6+6.
 RECORDED_TOKENS = 256
+_ENCODINGS = 4  # of different lengths that a program keeps
 
 
 @dataclass
@@ -65,15 +68,23 @@ class _Program:
     continuations: CachedContinuations
     search: Search
     advance: Callable[[], None]
-    _encodings: dict[int, _Encoding] = field(default_factory=dict)  # by the source's tokens
+    _encodings: dict[int, _Encoding] = field(default_factory=dict)  # by length, the newest last
 
     def restart(self, model: Seq2SeqTransformer, source: Tensor, padding: Tensor) -> None:
         """Replace the sentences by others."""
-        if source.device.type != "cpu" or source.numel() > RECORDED_TOKENS:
+        size = source.shape[1]
+        if (
+            source.device.type != "cpu"
+            or source.numel() > RECORDED_TOKENS
+            or type(model.transformer.encoder) is not TransformerEncoder
+            or type(model).encode is not Seq2SeqTransformer.encode
+            or torch.is_autocast_enabled("cpu")  # whose cache would keep tensors of the recording
+        ):
             self.continuations.restart(model.encode(source, padding))
             return
-        size = source.shape[1]
         if size not in self._encodings:
+            while len(self._encodings) >= _ENCODINGS:
+                del self._encodings[next(iter(self._encodings))]
             self._encodings[size] = _Encoding(model, self.continuations, source, padding)
         self._encodings[size](source, padding)
 
@@ -106,7 +117,8 @@ class Programs:
     """Decoding programs kept for later batches of the same sizes: a step is recorded once, on a CPU
     also the encoding of a small batch.
 
-    For one model; the newest `keep` stay in memory.
+    For one model; the newest `keep` stay in memory. Values of parameters may change in place; after
+    other changes, such as of a module's attributes, use new `Programs`.
     """
 
     keep: int = 4
@@ -151,7 +163,8 @@ def generate(
         return_attention: return the decoder's attention over the source for the best hypothesis,
             from one more run of the model.
         use_cache: None means if the decoder has one.
-        programs: reuses recorded steps for batches of the same sizes, see `Programs`.
+        programs: reuses recorded steps and encodings for batches of the same sizes, see
+            `Programs`.
 
     The model must be in eval mode.
     """
@@ -341,7 +354,7 @@ def _generate_continuously(
 
 def _has_hooks(modules: Sequence[nn.Module]) -> bool:
     """Whether modules have hooks, which a replay of a recorded step does not run."""
-    return any(m._forward_hooks or m._forward_pre_hooks for m in modules)
+    return _has_any_global_hook() or any(m._forward_hooks or m._forward_pre_hooks for m in modules)
 
 
 def _round_up(size: int, multiple: int) -> int:
@@ -349,10 +362,11 @@ def _round_up(size: int, multiple: int) -> int:
 
 
 def _fingerprint(model: Seq2SeqTransformer, parameters: Sequence[Tensor]) -> tuple[Hashable, ...]:
-    """The state that a recorded step depends on: addresses of the parameters, and autocast."""
+    """The state that a recorded step depends on: modes, and the addresses of the parameters."""
     device = model.embedding.weight.device.type
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    return (autocast, *(p.data_ptr() for p in parameters))
+    mode = torch.is_inference_mode_enabled()  # whose tensors cannot be written outside of it
+    return (autocast, mode, *(p.data_ptr() for p in parameters))
 
 
 def _make_search(

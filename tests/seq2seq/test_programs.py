@@ -127,6 +127,36 @@ def test_encodings_of_small_batches_are_recorded_for_each_length(options, monkey
     assert len(programs._kept) == 1
 
 
+def test_encodings_under_autocast_and_in_inference_mode():
+    model, programs = small_model(tied=False, seed=7).eval(), Programs()
+    batches = [padded([r[:length] for r in sources(3, seed=length)]) for length in (6, 3, 5, 3, 6)]
+    modes = [
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        torch.inference_mode,
+        torch.no_grad,
+    ]
+    for round_ in range(3):
+        for mode in modes:
+            with mode():
+                found = [
+                    generate(model, *batch, max_lengths=[9] * 3, programs=programs)
+                    for batch in batches
+                ]
+            with mode():
+                assert found == [generate(model, *batch, max_lengths=[9] * 3) for batch in batches]
+        with torch.no_grad():
+            model.transformer.encoder.layers[0].self_attn.in_proj_weight.mul_(-2 - round_)
+
+
+def test_a_program_keeps_the_newest_encodings():
+    model, programs = sharp_model(), Programs()
+    for length in (9, 8, 7, 6, 5, 4, 3):
+        rows = [r[:length] + [5] * (length - len(r)) for r in sources(3)]
+        generate(model, *padded(rows), max_lengths=[5] * 3, programs=programs)
+    ((_, program),) = programs._kept.items()
+    assert list(program._encodings) == [6, 5, 4, 3]
+
+
 def test_large_batches_are_encoded_without_recording(monkeypatch):
     monkeypatch.setattr(generation, "RECORDED_TOKENS", 10)
     model, programs, batch = sharp_model(), Programs(), padded(sources())

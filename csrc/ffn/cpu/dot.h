@@ -193,6 +193,7 @@ void dot_half(const T* x, int64_t x_stride, int rows, const T* w, int64_t w_stri
 template <class T>
 inline __attribute__((always_inline)) Float dot_chunk(const T* x, const T* w, int64_t numbers) {
   using C = DotUnits<T>;
+  static_assert(C::kParts == 1);
   constexpr int kStep = kLanes * C::kDepth;
   Float sum = {};
   const auto step = [&](int64_t d, int count) {
@@ -209,12 +210,13 @@ inline __attribute__((always_inline)) Float dot_chunk(const T* x, const T* w, in
   return sum;
 }
 
-// As dot_block, for one row of x. The rows of w are read one after another, as a stream that the
+// Whether one row of x is computed by dot_one_row, which reads the rows of w as a stream that the
 // hardware prefetches (weights of 154 MB, one thread: 4.8 ms instead of 5.8 with tiles on Zen 4
 // with AVX2, 4.0 instead of 5.2 on Zen 5 with AVX-512; in bf16, 77 MB, there 2.3 instead of 2.7).
 // Where each row of w would convert x again, tiles are faster (bf16 with AVX2: 1.8 times).
 template <class T>
 constexpr bool kStreamsOneRow = kLanes >= 8 && !kConverted<T>;
+// As dot_block, for one row of x.
 template <class T>
 void dot_one_row(const Product& p, int64_t row, int64_t first_panel, int64_t last_panel,
                  float* sums) {

@@ -42,8 +42,12 @@ constexpr int64_t worker_floats(int64_t rows, bool in_place = false) {
   return sum_floats(rows) + (in_place ? 0 : kOperandFloats + kBlockDepth * kMaxPanel);
 }
 
-// Rows that are a multiple of a page apart map to one set of the L1 cache.
+// Columns that are a multiple of a page apart map to one set of the L1 cache. From copy_rows rows
+// of the left operand on, a product in place copies parts of a right one with such columns.
 constexpr int kAliasBytes = 4096;
+constexpr bool copies_columns(int64_t rows, int copy_rows, int64_t stride_bytes) {
+  return rows >= copy_rows && stride_bytes % kAliasBytes == 0;
+}
 
 // Up to this depth a weight's gradient is stored from registers.
 constexpr int kShallowDepth = 96;
@@ -141,9 +145,7 @@ struct Kernels {
   // Rows of the left operand up to which the right one is not packed, by dtype. Where it is not 0,
   // products in place are fast enough for any number of rows, and can be batch-invariant.
   int unpacked_rows[3];
-  // From so many rows of the left operand on, a product in place copies parts of the right one
-  // whose columns are a multiple of kAliasBytes apart.
-  int copy_rows;
+  int copy_rows;  // see copies_columns
   void (*pack)(const Product&, int64_t first_panel, int64_t last_panel);
   void (*multiply)(const Product&, int64_t row_block, int64_t first_panel, int64_t last_panel,
                    float* workspace);

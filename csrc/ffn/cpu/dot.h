@@ -265,8 +265,7 @@ void dot_block(const Product& p, int64_t first_row, int rows, int64_t first_pane
   const int64_t depth = p.a.columns, x_stride = p.a.row_stride, w_stride = p.b.column_stride;
   const T* x = static_cast<const T*>(p.a.data) + first_row * x_stride;
   const T* w = static_cast<const T*>(p.b.data);
-  const bool aliases = depth > 0 && w_stride * sizeof(T) % kAliasBytes == 0;
-  const bool copies = aliases && rows >= kCopyRows;
+  const bool copies = depth > 0 && copies_columns(rows, kCopyRows, w_stride * sizeof(T));
   T* copy = reinterpret_cast<T*>(workspace + sum_floats(rows));
   const int64_t chunks = depth > 0 ? ceil_div(depth, kChunk<T>) : 1;
   const int64_t halves = 2 * (last_panel - first_panel), count = chunks * halves;

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from fastattn.functional import batch_invariant
-from fastattn.nn.fusion import modules_of
+from fastattn.nn.fusion import inherits, modules_of
 from fastattn.nn.paged_decoding import PagedDecoderCache
 from fastattn.nn.sharding import SINGLE, sharding_of
 from fastattn.nn.step_graph import recorded
@@ -77,13 +77,13 @@ class _Program:
             source.device.type != "cpu"
             or source.numel() > RECORDED_TOKENS
             or type(model.transformer.encoder) is not TransformerEncoder
-            or type(model).encode is not Seq2SeqTransformer.encode
+            or not inherits(model, Seq2SeqTransformer, "encode")
             or torch.is_autocast_enabled("cpu")  # whose cache would keep tensors of the recording
         ):
             self.continuations.restart(model.encode(source, padding))
             return
         if size not in self._encodings:
-            while len(self._encodings) >= _ENCODINGS:
+            if len(self._encodings) == _ENCODINGS:
                 del self._encodings[next(iter(self._encodings))]
             self._encodings[size] = _Encoding(model, self.continuations, source, padding)
         self._encodings[size](source, padding)

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastattn.seq2seq import generation
 from fastattn.seq2seq.generation import GREEDY, Programs, generate
+from fastattn.seq2seq.model import Seq2SeqTransformer
 
 
 class Recorder(TorchDispatchMode):
@@ -112,14 +113,19 @@ def test_encodings_of_small_batches_are_recorded_for_each_length(options, monkey
     model, programs = small_model(tied=False, seed=7, **options).eval(), Programs()
     arguments = {"max_lengths": [9] * 3, "strategy": GREEDY}
     encoded = []
-    encode = model.encode
+    encode = Seq2SeqTransformer.encode
     batches = [padded([r[:length] for r in sources(3, seed=length)]) for length in (3, 6, 4, 6, 3)]
+
+    def count(*arguments):
+        encoded.append(arguments)
+        return encode(*arguments)
+
     for number, batch in enumerate([*batches, *batches]):
         if number == len(batches):
             with torch.no_grad():  # in place: recorded operations read the same memory
                 model.transformer.encoder.layers[0].linear1.weight.mul_(-2)
         expected = generate(model, *batch, **arguments)
-        monkeypatch.setattr(model, "encode", lambda *a: encoded.append(a) or encode(*a))
+        monkeypatch.setattr(Seq2SeqTransformer, "encode", count)
         assert generate(model, *batch, **arguments, programs=programs) == expected
         monkeypatch.undo()
     # The first one makes the program, each other length is recorded once.

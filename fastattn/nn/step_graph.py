@@ -28,10 +28,10 @@ def recorded(
     """Return a function that does one step: a replay of `step`, recorded now or at its first call.
 
     results: the tensors made by a step that are read after it, until the next step begins. If
-    given, a replay on a CPU computes all others in memory that they share with a result; else it
-    computes each in memory of its own. weights: on a CPU they are moved to large pages (250 MB, one
-    Zen 5 thread: the products of a step take 4.4 ms instead of 5.0 with 154 MB of them; moving
-    takes 0.09 s).
+    given, a replay on a CPU computes all others in memory that they share: that of a result until
+    it is written, and memory that is allocated for the replay alone. Else it computes each in
+    memory of its own. weights: on a CPU they are moved to large pages (250 MB, one Zen 5 thread:
+    the products of a step take 4.4 ms instead of 5.0 with 154 MB of them; moving takes 0.09 s).
     For a CUDA graph the step runs twice; `rewind` resets its tensors to the start, also before this
     returns.
     """
@@ -68,8 +68,8 @@ class Tape:
 
     Every tensor of that run is kept. Views of kept tensors stay valid and are not replayed; an
     operation that allocates its result is replayed into that tensor, by its `out=` overload. With
-    `results`, what is not read after a step shares memory with what the step makes later. Between
-    replays `release` frees the memory of what the step computes, until `allocate`.
+    `results`, what is not read after a step shares memory with what the step makes later.
+    `release` frees the memory of what is kept between replays, until `allocate`.
     """
 
     def __init__(
@@ -81,6 +81,8 @@ class Tape:
         self._results = results
         self._replay: Callable[[], None] | None = None
         self._made: dict[torch.UntypedStorage, int] = {}  # with its bytes
+        self._workspace = torch.UntypedStorage(0)
+        self._workspace_size = 0
 
     def release(self) -> None:
         for storage in self._made:
@@ -99,7 +101,9 @@ class Tape:
         if self._replay is None:
             self._replay = self._record()
         else:
+            self._workspace.resize_(self._workspace_size)
             self._replay()
+            self._workspace.resize_(0)
 
     @torch.no_grad()
     def _record(self) -> Callable[[], None]:
@@ -110,7 +114,9 @@ class Tape:
         if recorder.depends_on_values:  # they may differ the next time
             return self._step
         if self._results is not None:
-            recorder.share_memory(self._results())
+            recorder.share_memory(self._results(), self._workspace)
+        self._workspace_size = self._workspace.nbytes()
+        self._workspace.resize_(0)
         self._made = recorder.made
         self._step = self._results = None  # which refer to the model
         return replay(recorder.calls)
@@ -163,14 +169,15 @@ class _Recorder(TorchDispatchMode):
         self.calls.append(call)
         self.used.append(_tensors([call.args, call.kwargs, call.targets]))
 
-    def share_memory(self, results: Sequence[Tensor]) -> None:
+    def share_memory(self, results: Sequence[Tensor], workspace: torch.UntypedStorage) -> None:
         """Tensors that are not in use at the same time share memory: that of the largest of
-        `results`, extended as needed. An elementwise operation writes its result into an operand
-        that no later call uses. `results` keep their memory.
+        `results`, and `workspace`, resized to what does not fit there. An elementwise operation
+        writes its result into an operand that no later call uses. `results` keep their memory.
         """
         kept = {tensor.untyped_storage() for tensor in results}
         tensors: dict[torch.UntypedStorage, dict[int, Tensor]] = {}
         last: dict[torch.UntypedStorage, int] = {}
+        sizes = self.made
         for i, used in enumerate(self.used):
             for tensor in used:
                 storage = tensor.untyped_storage()
@@ -190,20 +197,24 @@ class _Recorder(TorchDispatchMode):
                         tensors[into] |= views
                     firsts[into] = firsts[given]
                     break
-        made = {storage: size for storage, size in self.made.items() if storage in kept}
+        self.made = {storage: size for storage, size in self.made.items() if storage in kept}
         # Until the call that writes it, the memory of a result is free.
-        arena = max(made, key=lambda s: made[s], default=torch.UntypedStorage(0))
-        placed = [_Placed(0, arena.nbytes(), firsts.get(arena, 0), len(self.calls))]
-        offsets: dict[torch.UntypedStorage, int] = {}
-        for storage in sorted(tensors, key=lambda s: self.made[s], reverse=True):
-            size, lifetime = self.made[storage], (firsts[storage], last[storage])
-            offsets[storage] = start = _free_offset(placed, size, *lifetime)
+        arena = max(self.made, key=lambda s: self.made[s], default=workspace)
+        in_arena = [_Placed(0, arena.nbytes(), firsts.get(arena, 0), len(self.calls))]
+        in_workspace: list[_Placed] = []
+        places = []
+        for storage in sorted(tensors, key=lambda s: sizes[s], reverse=True):
+            size, lifetime = sizes[storage], (firsts[storage], last[storage])
+            memory, placed = arena, in_arena
+            start = _free_offset(placed, size, *lifetime)
+            if start + size > arena.nbytes():
+                memory, placed = workspace, in_workspace
+                start = _free_offset(placed, size, *lifetime)
             placed.append(_Placed(start, start + size, *lifetime))
-        arena.resize_(max(each.end for each in placed))
-        made[arena] = arena.nbytes()
-        for storage, start in offsets.items():
-            _move(tensors[storage], arena, start)
-        self.made = made
+            places.append((storage, memory, start))
+        workspace.resize_(max((each.end for each in in_workspace), default=0))
+        for storage, memory, start in places:
+            _move(tensors[storage], memory, start)
 
 
 class _Placed(NamedTuple):

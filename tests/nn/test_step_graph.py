@@ -165,7 +165,7 @@ def test_shared_memory():
 
     alone, shared = Tape(step), Tape(step, lambda: [results[0], results[2]])
     # With shared memory, `difference` overwrites b, a result overwrites `tripled`, and all others
-    # lie behind a result.
+    # lie in memory that is allocated for a replay alone.
     for advance, buffers in ((alone, 7), (shared, 2)):
         for _ in range(3):
             advance()
@@ -173,6 +173,8 @@ def test_shared_memory():
             assert results[2].tolist() == [(2 * n + 1) * 6 * n + 1 for n in x.tolist()]
             x.add_(1)
         assert len(advance._made) == buffers
+        between_replays = [made.untyped_storage().nbytes() for made in others[:3]]
+        assert between_replays == ([0] * 3 if advance is shared else [16, 16, 16])
         b, difference = others[1:3]
         assert (b.data_ptr() == difference.data_ptr()) == (advance is shared)
         assert (others[3].data_ptr() == results[2].data_ptr()) == (advance is shared)

@@ -11,20 +11,28 @@ namespace fastattn::attention::FASTATTN_ISA {
 
 // Rows that are processed together. Groups begin at multiples of it, so that none is in two pages.
 constexpr int kGroup = 4;
-static_assert(kTileKeys % kGroup == 0 && kLeastPage % kGroup == 0);
+static_assert(kTileKeys % kLeastPage == 0 && kLeastPage % kGroup == 0);
 
 // Keys or values of one head, at most a tile's: one row after another or, if kPaged, in pages that
 // are smaller than a tile.
 template <class T, bool kPaged>
 struct Rows {
-  const T* groups[kPaged ? kTileKeys / kGroup : 1];  // their first rows; if contiguous, row 0
+  // Where each kLeastPage rows of the tile begin; if contiguous, where all do.
+  const T* parts[kPaged ? kTileKeys / kLeastPage : 1];
   int64_t stride = 0;
   int count = 0, dim = 0;
+  int before = 0;  // rows of the first part that are not of these
   bool prefetch_all = false;
 
-  Rows() {}  // does not set groups
+  Rows() {}  // does not set parts
   // Row j, the first of a group; the group's other rows follow.
-  const T* group(int j) const { return kPaged ? groups[j / kGroup] : groups[0] + j * stride; }
+  const T* group(int j) const {
+    if constexpr (kPaged) {
+      const unsigned row = before + j;
+      return parts[row / kLeastPage] + row % kLeastPage * stride;
+    }
+    return parts[0] + j * stride;
+  }
 };
 
 // Prefetches rows into L2, a few at a time beside computations. The hardware prefetcher follows
@@ -38,6 +46,7 @@ class Prefetch {
     constexpr int kBeginning = 4096 / sizeof(T);
     end_ = rows.prefetch_all ? rows.count
                              : smaller(rows.count, ceil_div(kBeginning, larger(rows.dim, 1)));
+    row_ = end_ > 0 ? rows.group(0) : nullptr;
   }
 
   // The next group; whether there was one. always_inline: GCC 12 removes calls of a function that
@@ -47,10 +56,12 @@ class Prefetch {
       return false;
     }
     constexpr int kLine = 64 / sizeof(T);
-    const T* row = rows_.group(j_);
-    for (int i = 0; i < kGroup && j_ + i < end_; ++i, row += rows_.stride) {
+    if (!kPaged || (rows_.before + j_) % kLeastPage == 0) {
+      row_ = rows_.group(j_);
+    }
+    for (int i = 0; i < kGroup && j_ + i < end_; ++i, row_ += rows_.stride) {
       for (int d = 0; d < rows_.dim; d += kLine) {
-        __builtin_prefetch(row + d, 0, 2);
+        __builtin_prefetch(row_ + d, 0, 2);
       }
     }
     j_ += kGroup;
@@ -59,7 +70,8 @@ class Prefetch {
 
  private:
   const Rows<T, kPaged>& rows_;
-  int j_ = 0, end_;
+  const T* row_;
+  int j_ = 0, end_;  // row_ is row j_
 };
 
 // `count` keys (or values) of a tile of a sequence from `first` on, a multiple of kGroup.
@@ -73,18 +85,16 @@ inline Rows<T, kPaged> rows_of_keys(const Problem& a, const TensorView& x, const
   rows.prefetch_all = prefetch_all;
   const T* data = static_cast<const T*>(x.data);
   if constexpr (kPaged) {
-    const int32_t* page = a.pages.table + s.b * a.pages.per_sequence + (first >> a.pages.shift);
-    int row = first & (a.pages.size - 1);
-    for (int j = 0; j < count; ++page, row = 0) {
-      const T* group = data + *page * x.batch_stride + h * x.head_stride + row * x.row_stride;
-      for (; row < a.pages.size && j < count; row += kGroup, j += kGroup) {
-        rows.groups[j / kGroup] = group;
-        group += kGroup * x.row_stride;
-      }
+    rows.before = first % kLeastPage;
+    const int32_t* table = a.pages.table + s.b * a.pages.per_sequence;
+    int part = 0;
+    for (int row = first - rows.before; row < first + count; row += kLeastPage) {
+      rows.parts[part++] = data + table[row >> a.pages.shift] * x.batch_stride + h * x.head_stride +
+                           (row & (a.pages.size - 1)) * x.row_stride;
     }
   } else {
     const bool in_page = a.pages.table && count > 0;
-    rows.groups[0] =
+    rows.parts[0] =
         data + (in_page ? paged_offset(a.pages, x, s, h, first) : key_offset(x, s, h, first));
   }
   return rows;

@@ -110,6 +110,7 @@ SAMPLES = (
     _s("zero_inputs", "relu at its corner: gradient 0", amplitude=0.0, bias=False),
     _s("dropout_small", "p below 1/256 drops 1/256", rows=(63,), dropout_p=1e-4,
        output_dropout_p=1e-4),
+    _s("aliasing", "rows of w2 that caches map to the same lines", rows=(27,), hidden=2048),
     _s("row_stride", "rows of a larger tensor", rows=(9,), layout="rows", activation="gelu"),
     _s("large_inputs", "flat and linear parts", amplitude=30.0, activation="gelu"),
     _s("large_inputs_tanh", "the cubic under tanh", amplitude=30.0, activation="gelu_tanh"),

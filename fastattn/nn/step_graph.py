@@ -7,7 +7,8 @@ Python code between them; counters on the host do not advance.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,10 +45,21 @@ def recorded(
     return step
 
 
+@contextlib.contextmanager
+def _without_autocast_cache() -> Iterator[None]:
+    """So that a step contains the casts of its weights, and no other call gets their results."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+
+
 def _cuda_graph(
     step: Callable[[], None], rewind: Callable[[], None], device: torch.device
 ) -> Callable[[], None]:
-    with torch.cuda.device(device):
+    with torch.cuda.device(device), _without_autocast_cache():
         rewind()
         # The first run compiles kernels and allocates workspaces, which a graph must not contain.
         side = torch.cuda.Stream()
@@ -109,7 +121,7 @@ class Tape:
     def _record(self) -> Callable[[], None]:
         assert self._step is not None
         recorder = _Recorder()
-        with recorder:
+        with _without_autocast_cache(), recorder:
             self._step()
         if recorder.depends_on_values:  # they may differ the next time
             return self._step

@@ -78,7 +78,6 @@ class _Program:
             or source.numel() > RECORDED_TOKENS
             or type(model.transformer.encoder) is not TransformerEncoder
             or not inherits(model, Seq2SeqTransformer, "encode")
-            or torch.is_autocast_enabled("cpu")  # whose cache would keep tensors of the recording
         ):
             self.continuations.restart(model.encode(source, padding))
             return

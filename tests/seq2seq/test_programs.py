@@ -154,6 +154,23 @@ def test_encodings_under_autocast_and_in_inference_mode():
             model.transformer.encoder.layers[0].self_attn.in_proj_weight.mul_(-2 - round_)
 
 
+def test_programs_hold_no_weights_that_autocast_cast_before():
+    """As after a validation loss in the same context: a later program reads the new weights."""
+    model, programs = small_model(tied=False, seed=7).eval(), Programs()
+    batch, arguments = padded(sources(3)), {"max_lengths": [9] * 3}
+    for round_ in range(3):
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            model(batch[0], batch[0], batch[1])  # fills autocast's cache
+            for _ in range(2):  # the second one records the encoding
+                found = generate(model, *batch, **arguments, programs=programs)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert found == generate(model, *batch, **arguments)
+        with torch.no_grad():
+            model.head.weight.mul_(-1)
+            model.transformer.encoder.layers[0].linear1.weight.mul_(-2 - round_)
+            model.transformer.decoder.layers[0].linear1.weight.mul_(-2 - round_)
+
+
 def test_a_program_keeps_the_newest_encodings():
     model, programs = sharp_model(), Programs()
     for length in (9, 8, 7, 6, 5, 4, 3):

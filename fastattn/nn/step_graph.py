@@ -1,8 +1,8 @@
 """A decoding step or an encoding, recorded once and replayed, as a CUDA graph or a list of calls.
 
 The step must run the same operations on the same tensors each time and read no value from the
-device. A replay then runs only the operations, in the memory of the recorded run, without the
-Python code between them; counters on the host do not advance.
+device. A replay then runs only the operations, without the Python code between them; counters on
+the host do not advance.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def recorded(
     results: the tensors made by a step that are read after it, until the next step begins. If
     given, a replay on a CPU computes all others in memory that they share: that of a result until
     it is written, and memory that is allocated for the replay alone. Else it computes each in
-    memory of its own. weights: on a CPU they are moved to large pages (250 MB, one Zen 5 thread:
+    memory of its own. With `results`, other tensors have no memory after a step: reading one may
+    crash. weights: on a CPU they are moved to large pages (250 MB, one Zen 5 thread:
     the products of a step take 4.4 ms instead of 5.0 with 154 MB of them; moving takes 0.09 s).
     For a CUDA graph the step runs twice; `rewind` resets its tensors to the start, also before this
     returns.
@@ -47,7 +48,9 @@ def recorded(
 
 @contextlib.contextmanager
 def _without_autocast_cache() -> Iterator[None]:
-    """So that a step contains the casts of its weights, and no other call gets their results."""
+    """So that a step contains the casts of its weights, which later steps must do again, and no
+    other call gets their results.
+    """
     enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -78,10 +81,10 @@ def _cuda_graph(
 class Tape:
     """A step's operations on a CPU, recorded at the first call.
 
-    Every tensor of that run is kept. Views of kept tensors stay valid and are not replayed; an
-    operation that allocates its result is replayed into that tensor, by its `out=` overload. With
-    `results`, what is not read after a step shares memory with what the step makes later.
-    `release` frees the memory of what is kept between replays, until `allocate`.
+    Every tensor of that run is kept; with `results`, those that are not read after a step share
+    memory, some of which is allocated for a replay alone. Views of kept tensors stay valid and are
+    not replayed; an operation that allocates its result is replayed into that tensor, by its `out=`
+    overload. `release` frees the memory of what is kept between replays, until `allocate`.
     """
 
     def __init__(
@@ -114,8 +117,10 @@ class Tape:
             self._replay = self._record()
         else:
             self._workspace.resize_(self._workspace_size)
-            self._replay()
-            self._workspace.resize_(0)
+            try:
+                self._replay()
+            finally:
+                self._workspace.resize_(0)
 
     @torch.no_grad()
     def _record(self) -> Callable[[], None]:
@@ -127,8 +132,8 @@ class Tape:
             return self._step
         if self._results is not None:
             recorder.share_memory(self._results(), self._workspace)
-        self._workspace_size = self._workspace.nbytes()
-        self._workspace.resize_(0)
+            self._workspace_size = self._workspace.nbytes()
+            self._workspace.resize_(0)
         self._made = recorder.made
         self._step = self._results = None  # which refer to the model
         return replay(recorder.calls)
@@ -189,7 +194,6 @@ class _Recorder(TorchDispatchMode):
         kept = {tensor.untyped_storage() for tensor in results}
         tensors: dict[torch.UntypedStorage, dict[int, Tensor]] = {}
         last: dict[torch.UntypedStorage, int] = {}
-        sizes = self.made
         for i, used in enumerate(self.used):
             for tensor in used:
                 storage = tensor.untyped_storage()
@@ -209,7 +213,8 @@ class _Recorder(TorchDispatchMode):
                         tensors[into] |= views
                     firsts[into] = firsts[given]
                     break
-        self.made = {storage: size for storage, size in self.made.items() if storage in kept}
+        sizes = self.made
+        self.made = {storage: size for storage, size in sizes.items() if storage in kept}
         # Until the call that writes it, the memory of a result is free.
         arena = max(self.made, key=lambda s: self.made[s], default=workspace)
         in_arena = [_Placed(0, arena.nbytes(), firsts.get(arena, 0), len(self.calls))]

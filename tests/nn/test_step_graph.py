@@ -1,5 +1,7 @@
 """A recorded step on a CPU: replays do the same as the step, in the same memory."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -183,6 +185,23 @@ def test_shared_memory():
         advance.allocate()
         advance()
         assert results[0].tolist() == [(2 * n + 1) * 2 * n for n in x.tolist()]
+
+
+def test_a_replay_that_fails_frees_its_memory():
+    index, results = torch.tensor([1]), []
+
+    def step() -> None:
+        a = torch.arange(4.0) + index
+        results[:] = [a.sum()[None]]
+        a.index_copy_(0, index, results[0])
+
+    advance = Tape(step, lambda: results)
+    for place in (1, 9, 2):
+        index.fill_(place)
+        with pytest.raises(IndexError) if place == 9 else contextlib.nullcontext():
+            advance()
+        assert advance._workspace_size > 0 and advance._workspace.nbytes() == 0
+    assert results[0].item() == 6 + 4 * 2
 
 
 def test_early_tensors_lie_in_the_memory_of_the_result():

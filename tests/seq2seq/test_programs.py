@@ -154,16 +154,17 @@ def test_encodings_under_autocast_and_in_inference_mode():
             model.transformer.encoder.layers[0].self_attn.in_proj_weight.mul_(-2 - round_)
 
 
-def test_programs_hold_no_weights_that_autocast_cast_before():
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_programs_hold_no_weights_that_autocast_cast_before(device):
     """As after a validation loss in the same context: a later program reads the new weights."""
-    model, programs = small_model(tied=False, seed=7).eval(), Programs()
-    batch, arguments = padded(sources(3)), {"max_lengths": [9] * 3}
+    model, programs = small_model(tied=False, seed=7).eval().to(device), Programs()
+    batch, arguments = [x.to(device) for x in padded(sources(3))], {"max_lengths": [9] * 3}
     for round_ in range(3):
-        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        with torch.autocast(device, torch.bfloat16), torch.no_grad():
             model(batch[0], batch[0], batch[1])  # fills autocast's cache
             for _ in range(2):  # the second one records the encoding
                 found = generate(model, *batch, **arguments, programs=programs)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(device, torch.bfloat16):
             assert found == generate(model, *batch, **arguments)
         with torch.no_grad():
             model.head.weight.mul_(-1)

@@ -17,11 +17,11 @@ static_assert(kTileKeys % kLeastPage == 0 && kLeastPage % kGroup == 0);
 // are smaller than a tile.
 template <class T, bool kPaged>
 struct Rows {
-  // Where each kLeastPage rows of the tile begin; if contiguous, where all do.
+  // Where kLeastPage rows each begin, first those with row 0; if contiguous, where all do.
   const T* parts[kPaged ? kTileKeys / kLeastPage : 1];
   int64_t stride = 0;
   int count = 0, dim = 0;
-  int before = 0;  // rows of the first part that are not of these
+  int before = 0;  // rows of the first part before row 0
   bool prefetch_all = false;
 
   Rows() {}  // does not set parts
@@ -70,8 +70,8 @@ class Prefetch {
 
  private:
   const Rows<T, kPaged>& rows_;
-  const T* row_;
-  int j_ = 0, end_;  // row_ is row j_
+  const T* row_;  // row j_, unless a part begins there
+  int j_ = 0, end_;
 };
 
 // `count` keys (or values) of a tile of a sequence from `first` on, a multiple of kGroup.
@@ -88,6 +88,7 @@ inline Rows<T, kPaged> rows_of_keys(const Problem& a, const TensorView& x, const
     rows.before = first % kLeastPage;
     const int32_t* table = a.pages.table + s.b * a.pages.per_sequence;
     int part = 0;
+    // Only keys before the length are counted, so that the table's entry is a page.
     for (int row = first - rows.before; row < first + count; row += kLeastPage) {
       rows.parts[part++] = data + table[row >> a.pages.shift] * x.batch_stride + h * x.head_stride +
                            (row & (a.pages.size - 1)) * x.row_stride;

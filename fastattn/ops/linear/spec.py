@@ -60,7 +60,17 @@ SAMPLES = (
     _s("odd_sizes", "no tile divides them", rows=(63,), D=257, out=65),
     _s("blocks", "more rows and columns than a kernel's block", rows=(97,), D=9, out=513),
     _s("deep", "more depth than one chunk of a kernel", rows=(7,), D=1100, out=19),
-    _s("aliasing", "weight rows that caches map to the same lines", rows=(27,), D=2048, out=19),
+    *[
+        _s(
+            f"aliasing_{rows}",
+            "weight rows that caches map to the same lines; instruction sets "
+            "copy them from different numbers of rows on",
+            rows=(rows,),
+            D=2048,
+            out=19,
+        )
+        for rows in (16, 27)
+    ],
     _s("row_stride", "rows of a larger tensor", rows=(9,), layout="rows"),
     _s("weight_transposed", "a weight stored transposed", layout="weight"),
     _s(

@@ -30,10 +30,10 @@ def recorded(
 
     results: the tensors made by a step that are read after it, until the next step begins. If
     given, a replay on a CPU computes all others in memory that they share: that of a result until
-    it is written, and memory that is allocated for the replay alone. Else it computes each in
-    memory of its own. With `results`, other tensors have no memory after a step: reading one may
-    crash. weights: on a CPU they are moved to large pages (250 MB, one Zen 5 thread:
-    the products of a step take 4.4 ms instead of 5.0 with 154 MB of them; moving takes 0.09 s).
+    it is written, and memory that is allocated for the replay alone, so that reading one of them
+    after a step may crash. Else it computes each in memory of its own.
+    weights: on a CPU they are moved to large pages (250 MB, one Zen 5 thread: the products of a
+    step take 4.4 ms instead of 5.0 with 154 MB of them; moving takes 0.09 s).
     For a CUDA graph the step runs twice; `rewind` resets its tensors to the start, also before this
     returns.
     """
@@ -217,20 +217,18 @@ class _Recorder(TorchDispatchMode):
         self.made = {storage: size for storage, size in sizes.items() if storage in kept}
         # Until the call that writes it, the memory of a result is free.
         arena = max(self.made, key=lambda s: self.made[s], default=workspace)
-        in_arena = [_Placed(0, arena.nbytes(), firsts.get(arena, 0), len(self.calls))]
+        capacity = arena.nbytes()
+        in_arena = [_Placed(0, capacity, firsts.get(arena, 0), len(self.calls))]
         in_workspace: list[_Placed] = []
-        places = []
         for storage in sorted(tensors, key=lambda s: sizes[s], reverse=True):
             size, lifetime = sizes[storage], (firsts[storage], last[storage])
             memory, placed = arena, in_arena
             start = _free_offset(placed, size, *lifetime)
-            if start + size > arena.nbytes():
+            if start + size > capacity:
                 memory, placed = workspace, in_workspace
                 start = _free_offset(placed, size, *lifetime)
+                workspace.resize_(max(workspace.nbytes(), start + size))
             placed.append(_Placed(start, start + size, *lifetime))
-            places.append((storage, memory, start))
-        workspace.resize_(max((each.end for each in in_workspace), default=0))
-        for storage, memory, start in places:
             _move(tensors[storage], memory, start)
 
 

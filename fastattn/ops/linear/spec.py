@@ -63,8 +63,8 @@ SAMPLES = (
     *[
         _s(
             f"aliasing_{rows}",
-            "weight rows that caches map to the same lines; instruction sets "
-            "copy them from different numbers of rows on",
+            "weight rows that caches map to the same lines, with enough rows that each "
+            "instruction set copies them",
             rows=(rows,),
             D=2048,
             out=19,

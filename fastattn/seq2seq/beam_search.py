@@ -91,7 +91,8 @@ class BeamState:
         self.start(request)
 
     def start(self, request: Request) -> None:
-        self._forced.copy_(request.forced(len(self._forced)))
+        if self._forces:
+            self._forced.copy_(request.forced(len(self._forced)))
         self._unscored.fill_(request.unscored)
         self._limits.copy_(torch.tensor(request.max_lengths))
         self._largest.copy_(self._factors[self._limits.clamp(min=0)])

@@ -119,7 +119,8 @@ class SingleSearch:
         self.start(request)
 
     def start(self, request: Request) -> None:
-        self._forced.copy_(request.forced(len(self._forced)))
+        if self._forces:
+            self._forced.copy_(request.forced(len(self._forced)))
         self._unscored.fill_(request.unscored)
         self._limits.copy_(torch.tensor(request.max_lengths))
         self.rewind()
@@ -128,8 +129,9 @@ class SingleSearch:
         """Other sentences in these places of the batch, from BEGIN; the rest continue."""
         chosen = torch.tensor(slots, dtype=torch.long, device=self.ended.device)
         limits = torch.tensor(request.max_lengths).to(chosen.device)
-        forced = request.forced(len(self._forced)).to(chosen.device)
-        self._forced.index_copy_(1, chosen, forced)
+        if self._forces:
+            forced = request.forced(len(self._forced)).to(chosen.device)
+            self._forced.index_copy_(1, chosen, forced)
         self._limits.index_copy_(0, chosen, limits)
         self._step.index_fill_(0, chosen, 0)
         self._last.index_fill_(0, chosen, self._special.begin)

@@ -59,11 +59,14 @@ class Prefetch {
     if (!kPaged || (rows_.before + j_) % kLeastPage == 0) {
       row_ = rows_.group(j_);
     }
-    for (int i = 0; i < kGroup && j_ + i < end_; ++i, row_ += rows_.stride) {
-      for (int d = 0; d < rows_.dim; d += kLine) {
-        __builtin_prefetch(row_ + d, 0, 2);
+    const int64_t stride = rows_.stride;
+    for (int d = 0; d < rows_.dim; d += kLine) {
+#pragma GCC unroll 4
+      for (int i = 0; i < kGroup; ++i) {
+        __builtin_prefetch(row_ + i * stride + d, 0, 2);
       }
     }
+    row_ += kGroup * stride;
     j_ += kGroup;
     return true;
   }

@@ -42,39 +42,50 @@ struct Rows {
 template <class T, bool kPaged>
 class Prefetch {
  public:
-  explicit Prefetch(const Rows<T, kPaged>& rows) : rows_(rows) {
+  // passes: how often the rows beside whose groups these are prefetched are passed over. With many,
+  // one row beside a group suffices, which delays the computation's own misses less.
+  explicit Prefetch(const Rows<T, kPaged>& rows, int passes = 1)
+      : rows_(rows), one_row_(passes >= kGroup) {
     constexpr int kBeginning = 4096 / sizeof(T);
     end_ = rows.prefetch_all ? rows.count
                              : smaller(rows.count, ceil_div(kBeginning, larger(rows.dim, 1)));
     row_ = end_ > 0 ? rows.group(0) : nullptr;
   }
 
-  // The next group; whether there was one. always_inline: GCC 12 removes calls of a function that
-  // only prefetches.
-  __attribute__((always_inline)) bool next() {
+  // Beside a group. always_inline: GCC 12 removes calls of a function that only prefetches.
+  __attribute__((always_inline)) void next() { one_row_ ? prefetch<1>() : prefetch<kGroup>(); }
+  __attribute__((always_inline)) void rest() {
+    while (j_ < end_) {
+      prefetch<1>();
+    }
+  }
+
+ private:
+  // kCount rows of one part.
+  template <int kCount>
+  __attribute__((always_inline)) void prefetch() {
     if (j_ >= end_) {
-      return false;
+      return;
     }
     constexpr int kLine = 64 / sizeof(T);
-    if (!kPaged || (rows_.before + j_) % kLeastPage == 0) {
+    if (kPaged && (rows_.before + j_) % kLeastPage == 0) {
       row_ = rows_.group(j_);
     }
     const int64_t stride = rows_.stride;
     for (int d = 0; d < rows_.dim; d += kLine) {
 #pragma GCC unroll 4
-      for (int i = 0; i < kGroup; ++i) {
+      for (int i = 0; i < kCount; ++i) {
         __builtin_prefetch(row_ + i * stride + d, 0, 2);
       }
     }
-    row_ += kGroup * stride;
-    j_ += kGroup;
-    return true;
+    row_ += kCount * stride;
+    j_ += kCount;
   }
 
- private:
   const Rows<T, kPaged>& rows_;
   const T* row_;  // row j_, unless a part begins there
   int j_ = 0, end_;
+  bool one_row_;
 };
 
 // `count` keys (or values) of a tile of a sequence from `first` on, a multiple of kGroup.
@@ -171,14 +182,13 @@ inline __attribute__((always_inline)) void products(const uint32_t* q, int64_t w
 #endif
 
 // Scores of the keys for rows of q, which have `width` units; those of s have kTileKeys. Meanwhile
-// their values and the next keys are prefetched.
+// their values are prefetched.
 template <class Unit, class T, bool kPaged>
 inline void decode_scores(const Unit* q, int64_t width, int rows, const Rows<T, kPaged>& k,
-                          Prefetch<T, kPaged> values, Prefetch<T, kPaged> next, float* s) {
+                          Prefetch<T, kPaged> values, float* s) {
   int j = 0;
   for (; j + kGroup <= k.count; j += kGroup) {
     values.next();
-    next.next();
     const T* keys = k.group(j);
     for_bundles(rows, [&](int first, auto bundle) __attribute__((always_inline)) {
       constexpr int kQueries = decltype(bundle)::value;
@@ -188,8 +198,6 @@ inline void decode_scores(const Unit* q, int64_t width, int rows, const Rows<T, 
         store_sums(s + (first + r) * kTileKeys + j, c[r][0], c[r][1], c[r][2], c[r][3]);
       }
     });
-  }
-  while (next.next()) {
   }
   for (int i = 0; j + i < k.count; ++i) {
     for (int r = 0; r < rows; ++r) {
@@ -201,13 +209,17 @@ inline void decode_scores(const Unit* q, int64_t width, int rows, const Rows<T, 
 }
 
 // -- values --------------------------------------------------------------------------------------
+// Vectors of columns whose sums are in registers: of AVX2's 16 registers, 8 are sums.
+template <int kQueries>
+constexpr int kVectorsAtOnce = kLanes < 16 ? 4 / kQueries : 4;
+
 // o += p[j] * value j over kChunk vectors of columns. kSkips: values of weight 0 are skipped,
 // because they may be NaN or infinite. Even and odd values have separate sums, so that consecutive
 // additions are independent.
 template <int kQueries, int kChunk, bool kSkips, class Lanes, class T, bool kPaged>
 inline __attribute__((always_inline)) void add_columns(const float* p, const Rows<T, kPaged>& v,
-                                                       int64_t e, Lanes lanes, float* o,
-                                                       int64_t stride) {
+                                                       Prefetch<T, kPaged>& next, int64_t e,
+                                                       Lanes lanes, float* o, int64_t stride) {
   constexpr int kSums = 2;
   static_assert(kGroup % kSums == 0);
   Float c[kQueries][kSums][kChunk] = {};
@@ -226,6 +238,7 @@ inline __attribute__((always_inline)) void add_columns(const float* p, const Row
   };
   int j = 0;
   for (; j + kGroup <= v.count; j += kGroup) {
+    next.next();
     const T* rows = v.group(j);
 #pragma GCC unroll 4
     for (int i = 0; i < kGroup; ++i) {
@@ -247,14 +260,15 @@ inline __attribute__((always_inline)) void add_columns(const float* p, const Row
 }
 
 template <int kQueries, bool kSkips, class T, bool kPaged>
-inline void add_weighted(const float* p, const Rows<T, kPaged>& v, float* o, int64_t stride) {
-  constexpr int kChunk = kLanes < 16 ? 4 / kQueries : 4;  // of AVX2's 16 registers, 8 are sums
+inline void add_weighted(const float* p, const Rows<T, kPaged>& v, Prefetch<T, kPaged>& next,
+                         float* o, int64_t stride) {
+  constexpr int kChunk = kVectorsAtOnce<kQueries>;
   int64_t e = 0;
   for (; e + kChunk * kLanes <= v.dim; e += kChunk * kLanes) {
-    add_columns<kQueries, kChunk, kSkips>(p, v, e, Whole{}, o, stride);
+    add_columns<kQueries, kChunk, kSkips>(p, v, next, e, Whole{}, o, stride);
   }
   for_vectors(v.dim - e, [&](auto lanes, int64_t i) {
-    add_columns<kQueries, 1, kSkips>(p, v, e + i, lanes, o, stride);
+    add_columns<kQueries, 1, kSkips>(p, v, next, e + i, lanes, o, stride);
   });
 }
 
@@ -288,8 +302,8 @@ struct RowPairs {
 
 // The same as add_columns for bf16 weights, two values at a time.
 template <int kQueries, bool kSkips, bool kPaged>
-inline void add_weighted(const uint16_t* p, const Rows<BFloat16, kPaged>& v, float* o,
-                         int64_t stride) {
+inline void add_weighted(const uint16_t* p, const Rows<BFloat16, kPaged>& v,
+                         Prefetch<BFloat16, kPaged>& next, float* o, int64_t stride) {
   constexpr int kSums = 2, kChunk = 2, kStep = 2 * kLanes;
   static_assert(kGroup % (2 * kSums) == 0);
   for (int64_t e = 0; e < v.dim; e += kChunk * kStep) {
@@ -321,6 +335,7 @@ inline void add_weighted(const uint16_t* p, const Rows<BFloat16, kPaged>& v, flo
     };
     int j = 0;
     for (; j + kGroup <= v.count; j += kGroup) {
+      next.next();
       const BFloat16* rows = v.group(j);
       for (int i = 0; i < kGroup; i += 2) {
         add(rows + i * v.stride, j + i, i / 2 % kSums, true);
@@ -352,11 +367,11 @@ inline bool has_zero(const Weight* p, int count) {
   return zeros > 0;
 }
 
-// Adds the weighted values to rows of o. Weights: in rows of a tile from `from` on, floats or, for
-// Pairs, bf16.
+// Adds the weighted values to rows of o; meanwhile the next keys are prefetched. Weights: in rows
+// of a tile from `from` on, floats or, for Pairs, bf16.
 template <class C, class T, bool kPaged>
-inline void decode_values(const float* s, int from, int rows, const Rows<T, kPaged>& v, float* o,
-                          int64_t stride) {
+inline void decode_values(const float* s, int from, int rows, const Rows<T, kPaged>& v,
+                          Prefetch<T, kPaged> next, float* o, int64_t stride) {
   for_bundles(rows, [&](int first, auto bundle) {
     constexpr int kQueries = decltype(bundle)::value;
     using Weight = std::conditional_t<C::kDepth == 1, float, uint16_t>;
@@ -365,9 +380,10 @@ inline void decode_values(const float* s, int from, int rows, const Rows<T, kPag
     for (int r = 0; r < kQueries; ++r) {
       skips = skips || has_zero(p + r * C::kDepth * kTileKeys, v.count);
     }
-    skips ? add_weighted<kQueries, true>(p, v, o + first * stride, stride)
-          : add_weighted<kQueries, false>(p, v, o + first * stride, stride);
+    skips ? add_weighted<kQueries, true>(p, v, next, o + first * stride, stride)
+          : add_weighted<kQueries, false>(p, v, next, o + first * stride, stride);
   });
+  next.rest();
 }
 
 // -- splits --------------------------------------------------------------------------------------
@@ -449,8 +465,7 @@ void decode_split(const Forward& a, const Sequence& sequence, int64_t kv_head, i
     const auto next = left > 0     ? rows_of(a.k, kTileKeys, left, a.head_dim)
                       : last_heads ? first_keys_after<T, kPaged>(a, sequence, kv_head)
                                    : Rows<T, kPaged>();
-    decode_scores(q, D / C::kDepth, rows, k, Prefetch<T, kPaged>(v), Prefetch<T, kPaged>(next),
-                  memory.s + from);
+    decode_scores(q, D / C::kDepth, rows, k, Prefetch<T, kPaged>(v), memory.s + from);
     cap_scores(a, rows, columns, memory.s);
     for (int g = 0; g < heads; ++g) {
       const TileBias bias(a, sequence, h + g, 0, {0, ranges.count}, first, memory.bias);
@@ -476,7 +491,9 @@ void decode_split(const Forward& a, const Sequence& sequence, int64_t kv_head, i
         bias ? run(bias.floats(i)) : run(NoBias{});
       }
     }
-    decode_values<C>(memory.s, from, rows, v, partials, stride);
+    constexpr int kColumns = kVectorsAtOnce<kQueriesAtOnce> * kLanes;
+    const int passes = ceil_div(rows, kQueriesAtOnce) * ceil_div(v.dim, kColumns);
+    decode_values<C>(memory.s, from, rows, v, Prefetch<T, kPaged>(next, passes), partials, stride);
     k = next;
   }
 }

@@ -42,8 +42,8 @@ struct Rows {
 template <class T, bool kPaged>
 class Prefetch {
  public:
-  // passes: how often the rows beside whose groups these are prefetched are passed over. With many,
-  // one row beside a group suffices, which delays the computation's own misses less.
+  // passes: how many times the computation beside them loops over its own rows. With many, one row
+  // for each of its groups suffices, which delays its own cache misses less.
   explicit Prefetch(const Rows<T, kPaged>& rows, int passes = 1)
       : rows_(rows), one_row_(passes >= kGroup) {
     constexpr int kBeginning = 4096 / sizeof(T);
@@ -52,7 +52,9 @@ class Prefetch {
     row_ = end_ > 0 ? rows.group(0) : nullptr;
   }
 
-  // Beside a group. always_inline: GCC 12 removes calls of a function that only prefetches.
+  // Beside a group: one row, or kGroup, the last of which may lie after the end (prefetches of
+  // memory that does not exist do nothing). always_inline: GCC 12 removes calls of a function that
+  // only prefetches.
   __attribute__((always_inline)) void next() { one_row_ ? prefetch<1>() : prefetch<kGroup>(); }
   __attribute__((always_inline)) void rest() {
     while (j_ < end_) {
@@ -491,8 +493,8 @@ void decode_split(const Forward& a, const Sequence& sequence, int64_t kv_head, i
         bias ? run(bias.floats(i)) : run(NoBias{});
       }
     }
-    constexpr int kColumns = kVectorsAtOnce<kQueriesAtOnce> * kLanes;
-    const int passes = ceil_div(rows, kQueriesAtOnce) * ceil_div(v.dim, kColumns);
+    const int vectors = rows > 1 ? kVectorsAtOnce<kQueriesAtOnce> : kVectorsAtOnce<1>;
+    const int passes = ceil_div(rows, kQueriesAtOnce) * ceil_div(v.dim, vectors * kLanes);
     decode_values<C>(memory.s, from, rows, v, Prefetch<T, kPaged>(next, passes), partials, stride);
     k = next;
   }

@@ -189,10 +189,10 @@ void dot_half(const T* x, int64_t x_stride, int rows, const T* w, int64_t w_stri
   }
 }
 
-// One row of x is multiplied by kStreams rows of w at a time, each the next row of a stream that
-// the hardware prefetches; the streams are far apart. (Weights of 154 MB, one thread: 4.8 ms
-// instead of 5.8 with tiles on Zen 4 with AVX2, one stream; 3.6 instead of 5.2 on Zen 5 with
-// AVX-512, 3.8 with one stream. 19 MB in the L3 cache of Zen 5: 0.165 ms, 0.18 with one stream.)
+// One row of x is multiplied by kStreams rows of w at a time, far apart, each the next one of a
+// stream that the hardware prefetches. (Weights of 154 MB, one thread: one stream 4.8 ms instead of
+// 5.8 with tiles on Zen 4 with AVX2; on Zen 5 with AVX-512 tiles 5.2, one stream 3.8, four 3.6. 19
+// MB in the L3 cache of Zen 5: one stream 0.17 ms, four 0.16. Four are not measured on Zen 4.)
 // Where each row of w would convert x again, tiles are faster (bf16 with AVX2: 1.8 times).
 constexpr int kStreams = 4;
 template <class T>

@@ -72,7 +72,8 @@ SANITIZER_FLAGS = "-O0 -g1 -fno-omit-frame-pointer -fno-sanitize-recover=all".sp
 INSTRUCTION_SETS = {
     "portable": (),
     "avx2": ("-march=x86-64-v3",),
-    "avx512": ("-march=x86-64-v4", "-mavx512bf16"),
+    "avx512": ("-march=x86-64-v4",),
+    "avx512_bf16": ("-march=x86-64-v4", "-mavx512bf16"),
 }
 
 

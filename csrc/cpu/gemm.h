@@ -55,10 +55,7 @@ struct Pairs {
   static Float products(Vector a, Vector b, Float c) {
     return _mm512_dpbf16_ps(c, bit_cast<__m512bh>(a), bit_cast<__m512bh>(b));
   }
-  static Vector along(const BFloat16* p, int n) {
-    const __mmask32 in = n >= 32 ? ~__mmask32{0} : (__mmask32{1} << n) - 1;
-    return bit_cast<Vector>(_mm512_maskz_loadu_epi16(in, p));
-  }
+  static Vector along(const BFloat16* p, int n) { return load_pairs(p, n); }
   static Vector across(const BFloat16* p, int n, int64_t step, int64_t depth) {
     constexpr __mmask16 kAll = 0xFFFF;  // GCC 12's own conversion takes several instructions
     const auto wide = [&](const BFloat16* q) {

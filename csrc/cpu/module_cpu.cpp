@@ -10,7 +10,7 @@ namespace fastattn {
 namespace {
 
 std::atomic<Isa>& active() {
-  static std::atomic<Isa> isa{best_isa()};
+  static std::atomic<Isa> isa{fastest_isa()};
   return isa;
 }
 
@@ -20,6 +20,10 @@ int64_t isa_in_use() {
 
 int64_t best() {
   return static_cast<int64_t>(best_isa());
+}
+
+int64_t fastest() {
+  return static_cast<int64_t>(fastest_isa());
 }
 
 void choose_isa(int64_t isa) {
@@ -59,6 +63,7 @@ void use_isa(Isa isa) {
 
 STABLE_TORCH_LIBRARY(fastattn_cpu, m) {
   m.def("best_isa() -> int");
+  m.def("fastest_isa() -> int");
   m.def("isa() -> int");
   m.def("use_isa(int isa) -> ()");
   m.def("move_to_large_pages(int[] addresses, int[] bytes) -> ()");
@@ -67,6 +72,7 @@ STABLE_TORCH_LIBRARY(fastattn_cpu, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CompositeExplicitAutograd, m) {
   m.impl("best_isa", TORCH_BOX(&fastattn::best));
+  m.impl("fastest_isa", TORCH_BOX(&fastattn::fastest));
   m.impl("isa", TORCH_BOX(&fastattn::isa_in_use));
   m.impl("use_isa", TORCH_BOX(&fastattn::choose_isa));
   m.impl("move_to_large_pages", TORCH_BOX(&fastattn::move_ranges));

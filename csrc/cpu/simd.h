@@ -16,7 +16,9 @@
 
 #include "common/dtype.h"
 
-#if defined(__AVX512F__)
+#if defined(__AVX512BF16__)
+#define FASTATTN_ISA avx512_bf16
+#elif defined(__AVX512F__)
 #define FASTATTN_ISA avx512
 #elif defined(__AVX2__)
 #define FASTATTN_ISA avx2
@@ -88,6 +90,20 @@ inline Vector load_bits(const T* p, int n) {
   Vector v{};
   memcpy(&v, p, n * sizeof(T));
   return v;
+#endif
+}
+
+// The first `n` of a vector of pairs of 16-bit elements, 0 beyond.
+template <class T>
+inline Word load_pairs(const T* p, int n) {
+  static_assert(sizeof(T) == 2);
+  if (n >= 2 * kLanes) {
+    return load_bits<Word>(p);
+  }
+#if defined(__AVX512F__)
+  return bit_cast<Word>(_mm512_maskz_loadu_epi16((__mmask32{1} << n) - 1, p));
+#else
+  return load_bits<Word>(p, n);
 #endif
 }
 

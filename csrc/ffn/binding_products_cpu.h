@@ -157,7 +157,9 @@ inline int64_t worker_floats_of(const Matrix& x, std::initializer_list<Matrix> w
   bool in_place = x.column_stride == 1 && are_unpacked(x.rows, type, batch_invariant);
   for (const Matrix& w : weights) {
     in_place &=
-        w.column_stride == 1 && !copies_columns(x.rows, kernels().copy_rows, w.row_stride * bytes);
+        w.column_stride == 1 &&
+        !copies_columns(x.rows, kernels().copy_rows,
+                        kernels().converts_copies[static_cast<int>(type)], w.row_stride * bytes);
   }
   return worker_floats(std::max<int64_t>(x.rows, 1), in_place);
 }

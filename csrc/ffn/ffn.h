@@ -6,8 +6,8 @@
 // while they are in the cache. A product packs its right operand into panels and divides the result
 // into blocks of rows and panels. One worker computes a block, every sum in one order, so the bits
 // depend neither on the number of threads nor on the block. With few rows a weight is not packed
-// (fp32; bf16 with AVX-512; half precision with AVX2 alone) and sums have another order, which
-// batch-invariant products always use.
+// (except in half precision without AVX2) and sums have another order, which batch-invariant
+// products always use.
 #pragma once
 
 #include <cstdint>
@@ -43,10 +43,11 @@ constexpr int64_t worker_floats(int64_t rows, bool in_place = false) {
 }
 
 // Columns that are a multiple of a page apart map to one set of the L1 cache. From copy_rows rows
-// of the left operand on, a product in place copies parts of a right one with such columns.
+// of the left operand on, a product in place copies parts of a right one with such columns, or with
+// any columns if it converts them.
 constexpr int kAliasBytes = 4096;
-constexpr bool copies_columns(int64_t rows, int copy_rows, int64_t stride_bytes) {
-  return rows >= copy_rows && stride_bytes % kAliasBytes == 0;
+constexpr bool copies_columns(int64_t rows, int copy_rows, bool converts, int64_t stride_bytes) {
+  return rows >= copy_rows && (converts || stride_bytes % kAliasBytes == 0);
 }
 
 // Up to this depth a weight's gradient is stored from registers.
@@ -145,7 +146,8 @@ struct Kernels {
   // Rows of the left operand up to which the right one is not packed, by dtype. Where it is not 0,
   // products in place are fast enough for any number of rows, and can be batch-invariant.
   int unpacked_rows[3];
-  int copy_rows;  // see copies_columns
+  int copy_rows;            // see copies_columns
+  bool converts_copies[3];  // by dtype
   void (*pack)(const Product&, int64_t first_panel, int64_t last_panel);
   void (*multiply)(const Product&, int64_t row_block, int64_t first_panel, int64_t last_panel,
                    float* workspace);

@@ -20,7 +20,7 @@ from fastattn.ops import _env
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 # The instruction sets of csrc/cpu/dispatch.h, in its order.
-_CPU_ISAS = ("portable", "avx2", "avx512")
+_CPU_ISAS = ("portable", "avx2", "avx512", "avx512_bf16")
 _INTERFACE = 5  # kInterface of csrc/autograd/derivative.h
 # What builds a library that a plain install may leave out.
 _BUILD = {
@@ -115,7 +115,9 @@ def extension() -> Any:
 def usable_cpu_isas() -> tuple[str, ...]:
     """The instruction sets of the CPU kernels that this processor supports, the fastest last."""
     _load_cpu()
-    return _CPU_ISAS[: torch.ops.fastattn_cpu.best_isa() + 1]
+    usable = list(_CPU_ISAS[: torch.ops.fastattn_cpu.best_isa() + 1])
+    usable.append(usable.pop(torch.ops.fastattn_cpu.fastest_isa()))
+    return tuple(usable)
 
 
 def use_cpu_isa(name: str) -> None:

@@ -135,7 +135,7 @@ void multiply(const Product& p, int64_t row_block, int64_t first_panel, int64_t 
   }
 }
 
-constexpr fastattn::ffn::Kernels kNumbers = {1, {0, 0, 0}, 0, pack, multiply, nullptr, nullptr};
+constexpr fastattn::ffn::Kernels kNumbers = {1, {}, 0, {}, pack, multiply, nullptr, nullptr};
 
 // Two products write the operands of a third one, whose panels are shared if it has many rows; its
 // transpose may be computed in its place.
@@ -190,6 +190,9 @@ namespace avx2 {
 const Kernels kKernels = kNumbers;
 }
 namespace avx512 {
+const Kernels kKernels = kNumbers;
+}
+namespace avx512_bf16 {
 const Kernels kKernels = kNumbers;
 }
 }  // namespace ffn

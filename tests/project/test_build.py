@@ -155,9 +155,10 @@ def test_commands(build: ModuleType, csrc: Path, tmp_path: Path) -> None:
         return {step.output.name: " ".join(step.command) for step in steps}
 
     cpu_commands = commands("cpu")
-    assert "_C_cpu.abi3.so" in cpu_commands and len(cpu_commands) == 5
+    assert "_C_cpu.abi3.so" in cpu_commands and len(cpu_commands) == 6
     assert "-ltorch_cpu" in cpu_commands["_C_cpu.abi3.so"]
-    assert "-mavx512bf16" in cpu_commands["norm_kernels_cpu_avx512.o"]
+    assert "-mavx512bf16" in cpu_commands["norm_kernels_cpu_avx512_bf16.o"]
+    assert "-mavx512bf16" not in cpu_commands["norm_kernels_cpu_avx512.o"]
     assert "-march=x86-64-v3" in cpu_commands["norm_kernels_cpu_avx2.o"]
     assert "-march" not in cpu_commands["norm_kernels_cpu_portable.o"]
     assert all("TORCH_TARGET_VERSION" in c for n, c in cpu_commands.items() if n.endswith(".o"))

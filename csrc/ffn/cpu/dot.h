@@ -11,13 +11,13 @@ namespace fastattn::ffn::FASTATTN_ISA {
 // Up to so many rows, packing a weight costs more than it saves. (All weights of a decoder, 19 MB,
 // one Zen 5 thread: without packing 1.6 times the speed for 4 rows, 1.15 for 16, 1 for 48. With
 // AVX2 and 192 rows, weights of 512 x 512 to 512 x 32000: 1 to 1.2 in fp32 and fp16, 0.9 to 1.1 in
-// bf16.) Half precision that is converted, again for each tile that reads it, is packed except with
-// AVX2; elsewhere this is not measured.
+// bf16. Converted to fp32, one thread of Emerald Rapids, 512 x 2048: in bf16 0.42 of the packed
+// time for 4 rows, 0.88 for 16, 1.07 for 32; in fp16 0.53, 1.19 and 1.3.)
 template <class T>
 constexpr bool kConverted = !std::is_same_v<T, float> && UnitsOf<T>::kDepth == 1;
 #if defined(__AVX512F__)
 template <class T>
-constexpr int kUnpackedRows = kConverted<T> ? 0 : 32;
+constexpr int kUnpackedRows = kConverted<T> ? 16 : 32;
 #elif defined(__AVX2__)
 template <class T>
 constexpr int kUnpackedRows = 2 * kBlockRows;
@@ -34,18 +34,22 @@ constexpr int kTileRows = kLanes == 16                                 ? 4
 constexpr int kTileColumns = 4;
 template <int kR>
 constexpr int kColumnsOf = kLanes / kR > kTileColumns ? kLanes / kR : kTileColumns;
+// From kCopyRows rows of x on, half precision is copied as fp32, so that not each tile converts it
+// (512 x 2048, one thread of Emerald Rapids, 64 rows: 114 GFLOP/s instead of 101 in bf16, 94
+// instead of 77 in fp16, with AVX2 68 instead of 57). In bf16 with AVX2 this is no faster.
+template <class T>
+constexpr bool kConvertsCopies = kConverted<T> && !(kLanes == 8 && std::is_same_v<T, BFloat16>);
 // Bytes of a chunk of the depth: half a panel of the weight and a tile's rows stay in the L1 cache.
 // Half as many cost 5 % more, for reducing over lanes.
 constexpr int kChunkBytes = 2048;
 template <class T>
-constexpr int64_t kChunk = kChunkBytes / sizeof(T);
+constexpr int64_t kChunk = kChunkBytes / (kConvertsCopies<T> ? sizeof(float) : sizeof(T));
 // Rows of a weight that map to one set of the L1 cache are copied from kCopyRows rows of x on
 // (depth 1024, one Zen 5 thread, 48 rows: 180 GFLOP/s instead of 157; depth 2048 with AVX2, 64
-// rows: 76 instead of 65, 8 rows: 53 instead of 63).
+// rows: 76 instead of 65, 8 rows: 53 instead of 63). So are those of kConvertsCopies.
 constexpr int kCopyRows = kLanes == 16 ? 24 : 16;
-template <class T>
-constexpr int64_t kCopyPitch = (kChunkBytes + 64) / sizeof(T);
-static_assert(kLanes * (kChunkBytes + 64) <= kOperandFloats * static_cast<int64_t>(sizeof(float)));
+constexpr int kCopyPitchBytes = kChunkBytes + 64;
+static_assert(kLanes * kCopyPitchBytes <= kOperandFloats * static_cast<int64_t>(sizeof(float)));
 // With fewer rows of x a row of w is read from its beginning to its end, otherwise a chunk of all
 // rows at a time, so that x stays in the cache (depth 2048 with AVX2, 512 columns: 4 rows take 181
 // us instead of 213). Not measured elsewhere.
@@ -60,23 +64,47 @@ struct DotUnits : UnitsOf<T> {
     return UnitsOf<T>::along(p, n);
   }
 };
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX2__) && !defined(__AVX512BF16__)
 // A shift makes floats of the even elements, a mask of the odd ones: faster than widening.
 template <>
 struct DotUnits<BFloat16> : Floats {
   static constexpr int kDepth = 2, kParts = 2;
   template <int kPart>
   static Float part(const BFloat16* p, int n) {
-    const Word pairs = n >= kDepth * kLanes ? load_bits<Word>(p) : load_bits<Word>(p, n);
+    const Word pairs = load_pairs(p, n);
     return bit_cast<Float>(kPart == 0 ? pairs << 16 : pairs & 0xFFFF0000u);
   }
 };
 #endif
 
+// W is T, or float for elements that `convert` has written.
+template <class T, int kPart, class W>
+inline auto load_part(const W* p, int n) {
+  if constexpr (std::is_same_v<T, W>) {
+    return DotUnits<T>::template part<kPart>(p, n);
+  } else {
+    return load(p + kPart * kLanes);
+  }
+}
+
+// Writes each part of each vector, and zeros beyond the last number.
+template <class T>
+void convert(const T* from, int64_t numbers, float* to) {
+  using C = DotUnits<T>;
+  constexpr int kStep = kLanes * C::kDepth;
+  for (int64_t d = 0; d < numbers; d += kStep, to += kStep) {
+    const int count = clamped(numbers - d, kStep);
+    store(to, load_part<T, 0>(from + d, count));
+    if constexpr (C::kParts == 2) {
+      store(to + kLanes, load_part<T, 1>(from + d, count));
+    }
+  }
+}
+
 // sums [kR][kSumPitch] (+)= kR rows of x times kColumnsOf<kR> rows of w, of which `columns` exist,
 // `numbers` deep. ahead: kAhead rows of w to prefetch, ahead_stride apart.
-template <class T, int kR, int kAhead, bool kWhole>
-inline __attribute__((always_inline)) void dot_tile(const T* x, int64_t x_stride, const T* w,
+template <class T, int kR, int kAhead, bool kWhole, class W>
+inline __attribute__((always_inline)) void dot_tile(const T* x, int64_t x_stride, const W* w,
                                                     int64_t w_stride, int columns, int64_t numbers,
                                                     const T* ahead, int64_t ahead_stride,
                                                     float* sums, bool add) {
@@ -88,12 +116,12 @@ inline __attribute__((always_inline)) void dot_tile(const T* x, int64_t x_stride
     typename C::Vector a[kR];
 #pragma GCC unroll 4
     for (int i = 0; i < kR; ++i) {
-      a[i] = C::template part<kPart>(x + i * x_stride + d, count);
+      a[i] = load_part<T, kPart>(x + i * x_stride + d, count);
     }
 #pragma GCC unroll 16
     for (int j = 0; j < kColumns; ++j) {
       const int64_t row = kWhole || j < columns ? j : columns - 1;
-      const auto b = C::template part<kPart>(w + row * w_stride + d, count);
+      const auto b = load_part<T, kPart>(w + row * w_stride + d, count);
 #pragma GCC unroll 4
       for (int i = 0; i < kR; ++i) {
         c[i * kColumns + j] = C::products(a[i], b, c[i * kColumns + j]);
@@ -129,8 +157,8 @@ inline __attribute__((always_inline)) void dot_tile(const T* x, int64_t x_stride
 
 // kR rows times the columns of half a panel. A tile prefetches kAhead rows of w, the next tile
 // those kColumns further on.
-template <class T, int kR, int kAhead>
-void dot_rows(const T* x, int64_t x_stride, const T* w, int64_t w_stride, int columns,
+template <class T, int kR, int kAhead, class W>
+void dot_rows(const T* x, int64_t x_stride, const W* w, int64_t w_stride, int columns,
               int64_t numbers, const T* ahead, int64_t ahead_stride, float* sums, bool add) {
   constexpr int kColumns = kColumnsOf<kR>;
   for (int j = 0; j < columns;
@@ -148,8 +176,8 @@ void dot_rows(const T* x, int64_t x_stride, const T* w, int64_t w_stride, int co
 // `rows` rows of x times the columns of half a panel. Tiles prefetch the next half panel, at
 // `ahead`, into the L2 cache, each its share of the rows. (Weights of 154 MB, one Zen 5 thread: 4
 // rows take 7.7 ms with one prefetched row a tile and 6.6 with four, 8 rows 8.2 and 7.6 with two.)
-template <class T>
-void dot_half(const T* x, int64_t x_stride, int rows, const T* w, int64_t w_stride, int columns,
+template <class T, class W>
+void dot_half(const T* x, int64_t x_stride, int rows, const W* w, int64_t w_stride, int columns,
               int64_t numbers, const T* ahead, int64_t ahead_stride, float* sums, bool add) {
   constexpr int kTile = kTileRows<T>;
   constexpr bool kFewPrefetch = kLanes == 8;  // the first tile of up to 4 rows
@@ -192,25 +220,29 @@ void dot_half(const T* x, int64_t x_stride, int rows, const T* w, int64_t w_stri
 // One row of x is multiplied by kStreams rows of w at a time, far apart, each the next one of a
 // stream that the hardware prefetches. (Weights of 154 MB, one thread: one stream 4.8 ms instead of
 // 5.8 with tiles on Zen 4 with AVX2; on Zen 5 with AVX-512 tiles 5.2, one stream 3.8, four 3.6. 19
-// MB in the L3 cache of Zen 5: one stream 0.17 ms, four 0.16. Four are not measured on Zen 4.)
-// Where each row of w would convert x again, tiles are faster (bf16 with AVX2: 1.8 times).
+// MB in the L3 cache of Zen 5: one stream 0.17 ms, four 0.16. Four are not measured on Zen 4. 33 MB
+// in half precision with AVX2 on Emerald Rapids: tiles 1.5 ms, four streams 1.1.)
 constexpr int kStreams = 4;
-template <class T>
-constexpr bool kStreamsOneRow = kLanes >= 8 && !kConverted<T>;
 
 // x times each row of w, elements [first, last) of the depth.
 template <class T>
 inline __attribute__((always_inline)) Four dot_chunk(const T* x, const T* const (&w)[kStreams],
                                                      int64_t first, int64_t last) {
   using C = DotUnits<T>;
-  static_assert(C::kParts == 1);
   constexpr int64_t kStep = kLanes * C::kDepth, kUnrolled = 4;
   Float c[kStreams] = {};
-  const auto step = [&](int64_t d, int count) {
-    const auto a = C::template part<0>(x + d, count);
+  const auto multiply = [&](auto part, int64_t d, int count) {
+    constexpr int kPart = decltype(part)::value;
+    const auto a = load_part<T, kPart>(x + d, count);
 #pragma GCC unroll 4
     for (int n = 0; n < kStreams; ++n) {
-      c[n] = C::products(a, C::template part<0>(w[n] + d, count), c[n]);
+      c[n] = C::products(a, load_part<T, kPart>(w[n] + d, count), c[n]);
+    }
+  };
+  const auto step = [&](int64_t d, int count) {
+    multiply(std::integral_constant<int, 0>{}, d, count);
+    if constexpr (C::kParts == 2) {
+      multiply(std::integral_constant<int, 1>{}, d, count);
     }
   };
   int64_t d = first;
@@ -264,16 +296,17 @@ void dot_one_row(const Product& p, int64_t row, int64_t first_panel, int64_t las
 template <class T>
 void dot_block(const Product& p, int64_t first_row, int rows, int64_t first_panel,
                int64_t last_panel, float* workspace) {
-  if constexpr (kStreamsOneRow<T>) {
-    if (rows == 1 && p.a.columns > 0) {
-      return dot_one_row<T>(p, first_row, first_panel, last_panel, workspace);
-    }
+  if (rows == 1 && p.a.columns > 0) {
+    return dot_one_row<T>(p, first_row, first_panel, last_panel, workspace);
   }
   const int64_t depth = p.a.columns, x_stride = p.a.row_stride, w_stride = p.b.column_stride;
   const T* x = static_cast<const T*>(p.a.data) + first_row * x_stride;
   const T* w = static_cast<const T*>(p.b.data);
-  const bool copies = depth > 0 && copies_columns(rows, kCopyRows, w_stride * sizeof(T));
-  T* copy = reinterpret_cast<T*>(workspace + sum_floats(rows));
+  const bool copies =
+      depth > 0 && copies_columns(rows, kCopyRows, kConvertsCopies<T>, w_stride * sizeof(T));
+  using Copied = std::conditional_t<kConvertsCopies<T>, float, T>;
+  constexpr int64_t kCopyPitch = kCopyPitchBytes / sizeof(Copied);
+  Copied* copy = reinterpret_cast<Copied*>(workspace + sum_floats(rows));
   const int64_t chunks = depth > 0 ? ceil_div(depth, kChunk<T>) : 1;
   const int64_t halves = 2 * (last_panel - first_panel), count = chunks * halves;
   const bool by_halves = rows < kFewRows;
@@ -291,16 +324,22 @@ void dot_block(const Product& p, int64_t first_row, int rows, int64_t first_pane
     const Part next = part(i + 1 < count ? i + 1 : i);
     const int64_t numbers = depth - d < kChunk<T> ? depth - d : kChunk<T>;
     const T* columns = w + half.first * w_stride + d;
-    int64_t stride = w_stride;
-    if (copies) {
-      for (int r = 0; r < half.count; ++r) {
-        memcpy(copy + r * kCopyPitch<T>, columns + r * stride, sizeof(T) * numbers);
-      }
-      columns = copy;
-      stride = kCopyPitch<T>;
+    const auto multiply = [&](const auto* half_panel, int64_t stride) {
+      dot_half(x + d, x_stride, rows, half_panel, stride, half.count, numbers,
+               w + next.half.first * w_stride + next.d, w_stride, workspace + h * kLanes, d > 0);
+    };
+    if (!copies) {
+      multiply(columns, w_stride);
+      continue;
     }
-    dot_half(x + d, x_stride, rows, columns, stride, half.count, numbers,
-             w + next.half.first * w_stride + next.d, w_stride, workspace + h * kLanes, d > 0);
+    for (int r = 0; r < half.count; ++r) {
+      if constexpr (kConvertsCopies<T>) {
+        convert(columns + r * w_stride, numbers, copy + r * kCopyPitch);
+      } else {
+        memcpy(copy + r * kCopyPitch, columns + r * w_stride, sizeof(T) * numbers);
+      }
+    }
+    multiply(static_cast<const Copied*>(copy), kCopyPitch);
   }
 }
 

@@ -72,9 +72,9 @@ linear = differentiable(
 
 @contextlib.contextmanager
 def batch_invariant() -> Iterator[None]:
-    """Inside, the CPU kernels' matrix products of this thread (`linear` and `ffn`) in fp32, in bf16
-    with AVX512-BF16, and in bf16 and fp16 with AVX2 without AVX-512, sum in an order that does not
-    depend on the number of rows, so each row is the same bit for bit in any batch.
+    """Inside, the CPU kernels' matrix products of this thread (`linear` and `ffn`) sum in an order
+    that does not depend on the number of rows, so each row is the same bit for bit in any batch: in
+    fp32, and with AVX2 or AVX-512 in bf16 and fp16.
     """
     with linear.module("cpu").batch_invariant():
         yield

@@ -1,7 +1,7 @@
 // The linear layer on the CPU: y = x w^T + b, x [rows, D], w [out, D].
 //
-// PyTorch's matrix products are faster for some dtypes on some processors; there the default
-// overload calls them.
+// PyTorch's matrix products are faster for some dtypes and numbers of rows on some processors;
+// there the default overload calls them.
 #include <algorithm>
 #include <array>
 
@@ -10,17 +10,22 @@
 namespace fastattn::ffn {
 namespace {
 
-// By dtype: fp32, bf16, fp16. Set once, after the library is loaded.
-std::array<bool, 3> torch_is_faster = {};
+// Products of more rows are faster in PyTorch. By dtype: fp32, bf16, fp16. Set once, after the
+// library is loaded.
+std::array<int64_t, 3> most_rows = {};
 
-void set_torch_is_faster(std::vector<bool> by_dtype) {
-  STD_TORCH_CHECK(by_dtype.size() == torch_is_faster.size(), "a flag for each dtype");
-  std::copy(by_dtype.begin(), by_dtype.end(), torch_is_faster.begin());
+void set_product_limits(std::vector<int64_t> by_dtype) {
+  STD_TORCH_CHECK(by_dtype.size() == most_rows.size(), "a number for each dtype");
+  std::copy(by_dtype.begin(), by_dtype.end(), most_rows.begin());
 }
 
+// PyTorch's products are not batch-invariant.
 bool supports(const Tensor& x) {
-  return has_kernels_for(x.scalar_type()) &&
-         !torch_is_faster[static_cast<size_t>(dtype_of(x, "x"))];
+  if (!has_kernels_for(x.scalar_type())) {
+    return false;
+  }
+  const int64_t most = most_rows[static_cast<size_t>(dtype_of(x, "x"))];
+  return rows_in(x) <= most || (batch_invariant && most > 0);
 }
 
 bool be_batch_invariant(bool on) {
@@ -150,12 +155,12 @@ ThreeTensors linear_bwd(Tensor dy, std::optional<Tensor> x, std::optional<Tensor
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fastattn_cpu, m) {
   m.def("batch_invariant(bool on) -> bool");
-  m.def("set_torch_is_faster(bool[] by_dtype) -> ()");
+  m.def("set_product_limits(int[] by_dtype) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CompositeExplicitAutograd, m) {
   m.impl("batch_invariant", TORCH_BOX(&fastattn::ffn::be_batch_invariant));
-  m.impl("set_torch_is_faster", TORCH_BOX(&fastattn::ffn::set_torch_is_faster));
+  m.impl("set_product_limits", TORCH_BOX(&fastattn::ffn::set_product_limits));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastattn, CPU, m) {

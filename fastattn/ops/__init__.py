@@ -49,14 +49,13 @@ def library_unavailable(name: str) -> str | None:
     return _native.unavailable(name)
 
 
-def has_faster_products(dtype: torch.dtype) -> bool:
-    """Whether fastattn's matrix products are faster than PyTorch's on this processor in this dtype.
-    `fastattn.linear` then uses them on CPU tensors.
+def has_faster_products(x: Tensor) -> bool:
+    """Whether `fastattn.linear` multiplies x [..., D], a CPU tensor, by kernels of its own: where
+    these are not slower than PyTorch's.
     """
-    from fastattn.ops import _env, _native
+    from fastattn.ops.linear import cpu
 
-    kernels = (torch.float32, torch.bfloat16, torch.float16)
-    return dtype in kernels and not _env.slower_products(dtype) and not _native.unavailable("cpu")
+    return cpu.refusal(x) is None and cpu.slower(x) is None
 
 
 def move_to_large_pages(tensors: Iterable[Tensor]) -> None:

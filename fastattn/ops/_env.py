@@ -181,34 +181,18 @@ def device_name(device: torch.device) -> str:
 
 
 @functools.cache
-def has_slow_blas() -> bool:
-    """Whether PyTorch multiplies fp32 matrices with Intel's MKL on a processor not by Intel."""
-    if not torch.backends.mkl.is_available():
-        return False
-    return _cpuinfo("vendor_id") not in ("", "GenuineIntel")
-
-
-@functools.cache
-def has_half_precision_units(dtype: torch.dtype) -> bool:
-    """Whether the processor has (or, if it is not x86, may have) instructions for half-precision
-    matrix products that PyTorch uses and fastattn's CPU kernels do not.
+def product_limit(dtype: torch.dtype) -> tuple[int, str]:
+    """Up to how many rows the matrix products of fastattn's C++ kernels are not known to be slower
+    than PyTorch's in this dtype on this processor, and why with more they are.
     """
     if platform.machine().lower() not in ("x86_64", "amd64"):
-        return dtype in (torch.bfloat16, torch.float16)
-    wanted = {torch.bfloat16: ("amx_bf16",), torch.float16: ("amx_fp16", "avx512_fp16")}
-    flags = _cpuinfo("flags").split()
-    return any(flag in flags for flag in wanted.get(dtype, ()))
-
-
-def slower_products(dtype: torch.dtype) -> str | None:
-    """Why the matrix products of fastattn's C++ kernels are slower than PyTorch's in this dtype on
-    this processor, or None if they are not known to be.
-    """
-    if dtype is torch.float32:
-        return None if has_slow_blas() else "multiplies fp32 matrices more slowly than PyTorch here"
-    if has_half_precision_units(dtype):
-        return f"does not use this processor's {dtype} matrix instructions, which PyTorch uses"
-    return None
+        return 0, "has kernels for x86 processors, and PyTorch for this one"
+    units = {torch.bfloat16: "amx_bf16", torch.float16: "amx_fp16"}.get(dtype)
+    if units in _cpuinfo("flags").split():
+        return 0, f"does not use this processor's matrix instructions ({units}), as PyTorch does"
+    if dtype is torch.float32 and _cpuinfo("vendor_id") == "GenuineIntel":
+        return 32, "multiplies more than 32 rows in fp32 more slowly than PyTorch on Intel's CPUs"
+    return 2**62, ""
 
 
 def _cpuinfo(name: str) -> str:

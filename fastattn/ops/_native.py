@@ -57,14 +57,13 @@ def _load_failure(library: str) -> str | None:
         if not hasattr(torch.ops.fastattn_cpu, "move_to_large_pages"):
             return f"has a native library from other sources, {path.name}: build it again"
         # By dtype, in the order of csrc/common/dtype.h.
-        slower = [
-            _env.slower_products(dtype) is not None
-            for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        limits = [
+            _env.product_limit(dtype)[0] for dtype in (torch.float32, torch.bfloat16, torch.float16)
         ]
         # The op that loads the library may run under dispatch modes and functorch transforms.
         no_keys = torch._C.DispatchKeySet.from_raw_repr(0)
         with torch._C._ForceDispatchKeyGuard(no_keys, no_keys):
-            torch.ops.fastattn_cpu.set_torch_is_faster(slower)
+            torch.ops.fastattn_cpu.set_product_limits(limits)
     return None
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from call_recorder import CallRecorder
+from products import SetFaster
 from torch import Tensor, nn
 
 import fastattn
@@ -56,7 +57,7 @@ def _layer() -> tuple[Tensor, nn.Parameter, nn.Parameter]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_plain_cpu_tensors_run_the_op(dtype: torch.dtype) -> None:
+def test_plain_cpu_tensors_run_the_op(dtype: torch.dtype, torch_is_faster: SetFaster) -> None:
     given = [t.detach().to(dtype) for t in _layer()]
     with CallRecorder() as recorder:
         y = linear(*given)

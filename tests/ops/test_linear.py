@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fastattn
-from fastattn import functional
+from fastattn import functional, ops
 from fastattn.ops import _env, _select
 from fastattn.ops._op import Op
 from fastattn.ops.linear.spec import make_inputs
@@ -210,20 +210,8 @@ def test_products_are_chosen_after_casting(torch_is_faster: SetFaster) -> None:
         assert functional.explain("linear", *halves).chosen == "cpu"
 
 
-def test_slower_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_env, "has_slow_blas", lambda: False)
-    monkeypatch.setattr(_env, "has_half_precision_units", lambda dtype: dtype == torch.bfloat16)
-    assert "fp32 matrices" in (_env.slower_products(torch.float32) or "")
-    assert "bfloat16 matrix instructions" in (_env.slower_products(torch.bfloat16) or "")
-    assert _env.slower_products(torch.float16) is None
-    monkeypatch.setattr(_env, "has_slow_blas", lambda: True)
-    assert _env.slower_products(torch.float32) is None
-
-
-@pytest.mark.parametrize(
-    "flag, dtype", [("amx_bf16", torch.bfloat16), ("avx512_fp16", torch.float16)]
-)
-def test_half_precision_units_are_flags_of_the_processor(
+@pytest.mark.parametrize("flag, dtype", [("amx_bf16", torch.bfloat16), ("amx_fp16", torch.float16)])
+def test_products_are_slower_without_the_processors_matrix_instructions(
     flag: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     file = tmp_path / "cpuinfo"
@@ -231,24 +219,43 @@ def test_half_precision_units_are_flags_of_the_processor(
     opened = open
     monkeypatch.setattr("builtins.open", lambda path, *rest: opened(file, *rest))
     monkeypatch.setattr(_env.platform, "machine", lambda: "x86_64")
-    quick = [d for d in (*DTYPES, torch.float64) if _env.has_half_precision_units.__wrapped__(d)]
-    assert quick == [dtype]
+    limits = {d: _env.product_limit.__wrapped__(d) for d in DTYPES}
+    assert [d for d, (rows, _) in limits.items() if rows == 0] == [dtype]
+    assert flag in limits[dtype][1]
     monkeypatch.setattr(_env.platform, "machine", lambda: "aarch64")
-    assert _env.has_half_precision_units.__wrapped__(dtype)
+    assert all(_env.product_limit.__wrapped__(d)[0] == 0 for d in DTYPES)
 
 
-@pytest.mark.parametrize("vendor, slow", [("AuthenticAMD", True), ("GenuineIntel", False)])
-def test_mkl_is_slow_on_other_processors_than_intels(
-    vendor: str, slow: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+def test_fp32_products_of_many_rows_are_slower_on_intels_processors(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    file = tmp_path / "cpuinfo"
-    file.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\nmodel name\t: some\n")
-    opened = open
-    monkeypatch.setattr("builtins.open", lambda path, *rest: opened(file, *rest))
-    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
-    assert _env.has_slow_blas.__wrapped__() is slow
-    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
-    assert not _env.has_slow_blas.__wrapped__()
+    monkeypatch.setattr(_env.platform, "machine", lambda: "x86_64")
+    for vendor, rows in (("GenuineIntel", 32), ("AuthenticAMD", 2**62), ("", 2**62)):
+        cpuinfo = {"vendor_id": vendor}
+        monkeypatch.setattr(_env, "_cpuinfo", lambda name, found=cpuinfo: found.get(name, ""))
+        assert _env.product_limit.__wrapped__(torch.float32)[0] == rows
+        assert _env.product_limit.__wrapped__(torch.bfloat16)[0] == 2**62
+
+
+@needs_library
+def test_the_number_of_rows_decides(selected: list[str], torch_is_faster: SetFaster) -> None:
+    """The library, `explain` and modules agree; batch-invariant products are never PyTorch's."""
+    torch_is_faster(torch.float32, rows=6)
+    _, w, b = (t.detach() for t in _layer())
+
+    def chosen(rows: int) -> str:
+        x = torch.ones(rows, w.shape[1])
+        selected.clear()
+        functional.linear(x, w, b)
+        run = selected[0] if selected else "cpu"
+        assert functional.explain("linear", x, w, b).chosen == run
+        assert ops.has_faster_products(x) is (run == "cpu")
+        return run
+
+    assert [chosen(6), chosen(7)] == ["cpu", "torch"]
+    with functional.batch_invariant():
+        assert chosen(7) == "cpu"
+    assert chosen(7) == "torch"
 
 
 def test_twice_differentiable() -> None:

@@ -24,7 +24,6 @@ from naive_search import (
 from seq2seq_samples import CLASSES, small_model
 
 import fastattn.nn
-from fastattn.ops import _env
 from fastattn.seq2seq.beam_search import BeamSearch
 from fastattn.seq2seq.data import BEGIN, END, PAD
 from fastattn.seq2seq.generation import Greedy, Hypothesis, Programs, generate, greedy_decode
@@ -122,9 +121,8 @@ def test_neither_batch_nor_padding_changes_a_result(strategy):
 
 @needs_library
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_scores_have_the_same_bits_in_every_batch(strategy, monkeypatch):
+def test_scores_have_the_same_bits_in_every_batch(strategy, torch_is_faster):
     """Small batches read the weights unpacked, large batches would pack them."""
-    monkeypatch.setattr(_env, "has_slow_blas", lambda: True)
     model = sharp_model()
     rows = sources(45)
     results = [

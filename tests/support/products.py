@@ -13,20 +13,21 @@ SetFaster = Callable[..., None]
 
 @pytest.fixture
 def torch_is_faster(monkeypatch: pytest.MonkeyPatch) -> Iterator[SetFaster]:
-    """torch_is_faster(*dtypes): in these dtypes only; initially in none."""
-    usual = _env.slower_products
+    """torch_is_faster(*dtypes, rows=0): in these dtypes with more rows; initially in none."""
+    usual = _env.product_limit
 
     def tell_the_library() -> None:
         if _native.unavailable("cpu") is None:
-            flags = [_env.slower_products(dtype) is not None for dtype in DTYPES]
-            torch.ops.fastattn_cpu.set_torch_is_faster(flags)
+            limits = [_env.product_limit(dtype)[0] for dtype in DTYPES]
+            torch.ops.fastattn_cpu.set_product_limits(limits)
 
-    def set_faster(*dtypes: torch.dtype) -> None:
+    def set_faster(*dtypes: torch.dtype, rows: int = 0) -> None:
         why = "is slower in this test"
-        monkeypatch.setattr(_env, "slower_products", lambda dtype: why if dtype in dtypes else None)
+        limits = {dtype: (rows, why) for dtype in dtypes}
+        monkeypatch.setattr(_env, "product_limit", lambda dtype: limits.get(dtype, (2**62, "")))
         tell_the_library()
 
     set_faster()
     yield set_faster
-    monkeypatch.setattr(_env, "slower_products", usual)
+    monkeypatch.setattr(_env, "product_limit", usual)
     tell_the_library()

@@ -1,12 +1,14 @@
 """The linear layer on the CPU in C++, by the products of the feed-forward network (csrc/ffn).
 
-The kernels are registered under the dispatcher's CPU key. PyTorch multiplies fp32 matrices with
-Intel's MKL, which reaches about half the speed of an AMD Zen 5 core, so fastattn's products are
-faster on processors not by Intel. In half precision they are faster on processors without matrix
-instructions. When the library is loaded, Python sets for which dtypes PyTorch is faster.
+The kernels are registered under the dispatcher's CPU key. PyTorch's products are faster in half
+precision on processors with matrix instructions, in fp32 for more than a few rows on Intel's
+processors, and on processors that are not x86 (`_env.product_limit`, which the library is told when
+it is loaded).
 """
 
 import contextlib
+import math
+import threading
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -15,36 +17,44 @@ from torch import Tensor
 from fastattn.ops import _env, _native
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_thread = threading.local()
 
 
 def unavailable() -> str | None:
     return _native.unavailable("cpu")
 
 
-def _refusal(x: Tensor) -> str | None:
+def refusal(x: Tensor) -> str | None:
     if x.dtype not in _DTYPES:
         return f"has kernels for fp32, bf16 and fp16, got {x.dtype}"
     return unavailable()
 
 
+def slower(x: Tensor) -> str | None:
+    """As the library decides; x [..., D]."""
+    most, why = _env.product_limit(x.dtype)
+    batch_invariant = most > 0 and getattr(_thread, "batch_invariant", False)
+    return None if batch_invariant or math.prod(x.shape[:-1]) <= most else why
+
+
 def linear_fwd_unsupported(x: Tensor, w: Tensor, b: Tensor | None) -> str | None:
-    return _refusal(x)
+    return refusal(x)
 
 
 def linear_fwd_slower(x: Tensor, w: Tensor, b: Tensor | None) -> str | None:
-    return _env.slower_products(x.dtype)
+    return slower(x)
 
 
 def linear_bwd_unsupported(
     dy: Tensor, x: Tensor | None, w: Tensor | None, needs: Sequence[bool]
 ) -> str | None:
-    return _refusal(dy)
+    return refusal(dy)
 
 
 def linear_bwd_slower(
     dy: Tensor, x: Tensor | None, w: Tensor | None, needs: Sequence[bool]
 ) -> str | None:
-    return _env.slower_products(dy.dtype)
+    return slower(dy)
 
 
 @contextlib.contextmanager
@@ -53,9 +63,13 @@ def batch_invariant() -> Iterator[None]:
     if unavailable() is not None:
         yield
         return
-    library = torch.ops.fastattn_cpu
-    before = library.batch_invariant(True)
+    before = _be_batch_invariant(True)
     try:
         yield
     finally:
-        library.batch_invariant(before)
+        _be_batch_invariant(before)
+
+
+def _be_batch_invariant(on: bool) -> bool:
+    _thread.batch_invariant = on
+    return torch.ops.fastattn_cpu.batch_invariant(on)

@@ -72,6 +72,7 @@ from fastattn.ops.layer_norm.op import add_layer_norm as _add_layer_norm
 from fastattn.ops.layer_norm.op import layer_norm as _layer_norm
 from fastattn.ops.layer_norm.op import rms_norm as _rms_norm
 from fastattn.ops.linear.op import batch_invariant as batch_invariant
+from fastattn.ops.linear.op import has_faster_products as has_faster_products
 from fastattn.ops.linear.op import linear as _linear
 from fastattn.ops.topk_logsumexp.op import topk_logsumexp as _topk_logsumexp
 
@@ -619,8 +620,8 @@ def ffn(
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: str | None = None
 ) -> Tensor:
-    """x weightᵀ + bias, as `torch.nn.functional.linear`, which runs by default on processors where
-    it is faster (see `explain`).
+    """x weightᵀ + bias, as `torch.nn.functional.linear`, which runs by default where it is faster
+    (see `explain`).
 
     x: [..., D] or a jagged nested tensor [B, j, ..., D]; weight: [E, D]; bias: [E] or None; all in
     the same dtype. backend: as in `attention`.

@@ -7,7 +7,7 @@ namespace fastattn {
 enum class Isa : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3 };
 
 // The largest set that this processor supports.
-inline Isa best_isa() {
+inline Isa largest_isa() {
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
@@ -27,13 +27,13 @@ inline Isa best_isa() {
 // processors (Emerald Rapids, one thread: 86 and 176 GFLOP/s; Zen 5: 444 and 234), so that
 // converting to fp32 is faster.
 inline Isa fastest_isa() {
-  const Isa best = best_isa();
+  const Isa largest = largest_isa();
 #if defined(__x86_64__)
-  if (best == Isa::kAvx512Bf16 && __builtin_cpu_is("intel")) {
+  if (largest == Isa::kAvx512Bf16 && __builtin_cpu_is("intel")) {
     return Isa::kAvx512;
   }
 #endif
-  return best;
+  return largest;
 }
 
 // The set in use: process-wide.

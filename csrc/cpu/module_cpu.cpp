@@ -18,8 +18,8 @@ int64_t isa_in_use() {
   return static_cast<int64_t>(active_isa());
 }
 
-int64_t best() {
-  return static_cast<int64_t>(best_isa());
+int64_t largest() {
+  return static_cast<int64_t>(largest_isa());
 }
 
 int64_t fastest() {
@@ -27,7 +27,7 @@ int64_t fastest() {
 }
 
 void choose_isa(int64_t isa) {
-  STD_TORCH_CHECK(isa >= 0 && isa <= best(), "isa must be from 0 to ", best(),
+  STD_TORCH_CHECK(isa >= 0 && isa <= largest(), "isa must be from 0 to ", largest(),
                   " on this processor, got ", isa);
   use_isa(static_cast<Isa>(isa));
 }
@@ -62,7 +62,7 @@ void use_isa(Isa isa) {
 }  // namespace fastattn
 
 STABLE_TORCH_LIBRARY(fastattn_cpu, m) {
-  m.def("best_isa() -> int");
+  m.def("largest_isa() -> int");
   m.def("fastest_isa() -> int");
   m.def("isa() -> int");
   m.def("use_isa(int isa) -> ()");
@@ -71,7 +71,7 @@ STABLE_TORCH_LIBRARY(fastattn_cpu, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CompositeExplicitAutograd, m) {
-  m.impl("best_isa", TORCH_BOX(&fastattn::best));
+  m.impl("largest_isa", TORCH_BOX(&fastattn::largest));
   m.impl("fastest_isa", TORCH_BOX(&fastattn::fastest));
   m.impl("isa", TORCH_BOX(&fastattn::isa_in_use));
   m.impl("use_isa", TORCH_BOX(&fastattn::choose_isa));

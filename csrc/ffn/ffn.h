@@ -6,8 +6,7 @@
 // while they are in the cache. A product packs its right operand into panels and divides the result
 // into blocks of rows and panels. One worker computes a block, every sum in one order, so the bits
 // depend neither on the number of threads nor on the block. With few rows a weight is not packed
-// (except in half precision without AVX2) and sums have another order, which batch-invariant
-// products always use.
+// and sums have another order, which batch-invariant products always use.
 #pragma once
 
 #include <cstdint>
@@ -143,8 +142,7 @@ struct Output {
 
 struct Kernels {
   int panel;  // columns
-  // Rows of the left operand up to which the right one is not packed, by dtype. Where it is not 0,
-  // products in place are fast enough for any number of rows, and can be batch-invariant.
+  // Rows of the left operand up to which the right one is not packed, by dtype.
   int unpacked_rows[3];
   int copy_rows;            // see copies_columns
   bool converts_copies[3];  // by dtype
@@ -161,8 +159,7 @@ FASTATTN_DISPATCH(Kernels)
 
 // Whether products of so many rows read operands that are contiguous along the depth as they are.
 inline bool are_unpacked(int64_t rows, DType type, bool batch_invariant) {
-  const int most = kernels().unpacked_rows[static_cast<int>(type)];
-  return rows <= most || (batch_invariant && most > 0);
+  return batch_invariant || rows <= kernels().unpacked_rows[static_cast<int>(type)];
 }
 
 }  // namespace fastattn::ffn

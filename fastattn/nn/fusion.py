@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fastattn import functional, ops
+from fastattn import functional
 from fastattn.functional import new_dropout_seed
 from fastattn.nn.sharding import SINGLE, Sharding
 
@@ -66,7 +66,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         or x.shape[-1] != weight.shape[1]
         or x.dtype is not weight.dtype
         or (bias is not None and (bias.dtype is not x.dtype or bias.shape != weight.shape[:1]))
-        or not ops.has_faster_products(x)
+        or not functional.has_faster_products(x)
     ):
         return F.linear(x, weight, bias)
     return functional.linear(x, weight, bias)

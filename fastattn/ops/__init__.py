@@ -23,7 +23,6 @@ __all__ = [
     "device_name",
     "extension_unavailable",
     "gpu_count",
-    "has_faster_products",
     "interpreting",
     "library_unavailable",
     "move_to_large_pages",
@@ -47,15 +46,6 @@ def library_unavailable(name: str) -> str | None:
     from fastattn.ops import _native
 
     return _native.unavailable(name)
-
-
-def has_faster_products(x: Tensor) -> bool:
-    """Whether `fastattn.linear` multiplies x [..., D], a CPU tensor, by kernels of its own: where
-    these are not slower than PyTorch's.
-    """
-    from fastattn.ops.linear import cpu
-
-    return cpu.refusal(x) is None and cpu.slower(x) is None
 
 
 def move_to_large_pages(tensors: Iterable[Tensor]) -> None:

@@ -182,16 +182,21 @@ def device_name(device: torch.device) -> str:
 
 @functools.cache
 def product_limit(dtype: torch.dtype) -> tuple[int, str]:
-    """Up to how many rows the matrix products of fastattn's C++ kernels are not known to be slower
-    than PyTorch's in this dtype on this processor, and why with more they are.
+    """Up to how many rows products of fastattn's C++ kernels are chosen in this dtype on this
+    processor, and why not for more: there PyTorch's are faster.
     """
     if platform.machine().lower() not in ("x86_64", "amd64"):
-        return 0, "has kernels for x86 processors, and PyTorch for this one"
+        return 0, "has vectorised kernels for x86 processors only"
     units = {torch.bfloat16: "amx_bf16", torch.float16: "amx_fp16"}.get(dtype)
     if units in _cpuinfo("flags").split():
         return 0, f"does not use this processor's matrix instructions ({units}), as PyTorch does"
-    if dtype is torch.float32 and _cpuinfo("vendor_id") == "GenuineIntel":
-        return 32, "multiplies more than 32 rows in fp32 more slowly than PyTorch on Intel's CPUs"
+    # Intel's MKL is slow on other processors.
+    has_slow_mkl = torch.backends.mkl.is_available() and _cpuinfo("vendor_id") not in (
+        "",
+        "GenuineIntel",
+    )
+    if dtype is torch.float32 and not has_slow_mkl:
+        return 32, "multiplies more than 32 rows in fp32 more slowly than PyTorch here"
     return 2**62, ""
 
 

@@ -54,7 +54,7 @@ def _load_failure(library: str) -> str | None:
     except OSError as error:
         return f"cannot load its native library {path.name}: {error}"
     if library == "cpu":
-        if not hasattr(torch.ops.fastattn_cpu, "move_to_large_pages"):
+        if not hasattr(torch.ops.fastattn_cpu, "is_batch_invariant"):
             return f"has a native library from other sources, {path.name}: build it again"
         # By dtype, in the order of csrc/common/dtype.h.
         limits = [
@@ -114,7 +114,7 @@ def extension() -> Any:
 def usable_cpu_isas() -> tuple[str, ...]:
     """The instruction sets of the CPU kernels that this processor supports, the fastest last."""
     _load_cpu()
-    usable = list(_CPU_ISAS[: torch.ops.fastattn_cpu.best_isa() + 1])
+    usable = list(_CPU_ISAS[: torch.ops.fastattn_cpu.largest_isa() + 1])
     usable.append(usable.pop(torch.ops.fastattn_cpu.fastest_isa()))
     return tuple(usable)
 

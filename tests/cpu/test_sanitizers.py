@@ -23,24 +23,29 @@ CXX = os.environ.get("CXX") or shutil.which("g++")
 # test_ops checks the values; computing the references here would take minutes.
 RUN = """
 import sys
+from contextlib import nullcontext
 import torch
 from torch.autograd import forward_ad
+from fastattn.functional import batch_invariant
 from fastattn.ops import _native
 from fastattn.testing import all_specs, poisoned_results
 _native.use_cpu_isa(sys.argv[1])
 ran = 0
 for spec in all_specs().values():
     for i, sample in enumerate(spec.samples if "cpu" in spec.backends else ()):
-        dtypes = [d for d in (torch.float32, torch.bfloat16) if d in sample.dtypes]
+        products = spec.name in ("linear", "ffn")
+        dtypes = (torch.float32, torch.bfloat16, *[torch.float16] * products)
+        dtypes = [d for d in dtypes if d in sample.dtypes]
         if sys.argv[1] == "portable" and len(dtypes) > 1:
-            dtypes = dtypes[i % 2 :][:1]  # alternating: it is slow
+            dtypes = dtypes[i % len(dtypes) :][:1]  # alternating: it is slow
         for dtype in dtypes:
             inputs = sample.inputs("cpu", dtype)
             wanted = [x for x in inputs.values() if isinstance(x, torch.Tensor) and x.requires_grad]
             try:
                 # Results made here, then those that the library makes itself.
                 for backend in ("cpu", None):
-                    with poisoned_results():
+                    same = batch_invariant() if products and backend else nullcontext()
+                    with poisoned_results(), same:
                         outputs = spec.function(**inputs, backend=backend)
                         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
                         douts = [torch.where(x.isfinite(), x.detach(), 0) for x in outputs]

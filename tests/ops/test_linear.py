@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fastattn
-from fastattn import functional, ops
+from fastattn import functional
 from fastattn.ops import _env, _select
 from fastattn.ops._op import Op
 from fastattn.ops.linear.spec import make_inputs
@@ -32,7 +32,7 @@ def _sample(name: str, **options: Any) -> Sample:
     return Sample(name, "", make, ("x", "weight", "bias"))
 
 
-# Rows: tiles of 4, 2 and 1, an unpacked weight (up to 8 or 32 rows), blocks of 96.
+# Rows: tiles of 4, 2 and 1, an unpacked weight (up to 8, 16, 32 or 192 rows), blocks of 96.
 # Columns: half panels of 4, 8 or 16. Depth: vectors, chunks of 512 or 1024; 1024 is copied.
 EDGES = (
     *[_sample(f"rows_{rows}", rows=(rows,), D=33, out=35) for rows in (2, 7, 9, 33)],
@@ -44,9 +44,8 @@ EDGES = (
 
 @needs_library
 @every_isa
-@pytest.mark.parametrize(
-    "dtype, invariant", [*[(dtype, False) for dtype in DTYPES], (torch.float32, True)]
-)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("sample", EDGES, ids=lambda sample: sample.name)
 def test_edges(isa: str, invariant: bool, sample: Sample, dtype: torch.dtype) -> None:
     with functional.batch_invariant() if invariant else contextlib.nullcontext():
@@ -102,8 +101,6 @@ def test_threads_change_no_bit(rows: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_batch_invariant(isa: str, dtype: torch.dtype) -> None:
     """Inside, a row has the same bits alone and in a batch; outside, it may not."""
-    if dtype is not torch.float32 and isa == "portable":
-        pytest.skip("half precision that is packed is not batch-invariant")
     # Of many results, some are rounded to another number if their sums differ.
     inputs = make_inputs(torch.Generator().manual_seed(0), dtype, rows=(240,), D=700, out=3000)
     x = inputs.pop("x")
@@ -118,13 +115,24 @@ def test_batch_invariant(isa: str, dtype: torch.dtype) -> None:
         with functional.batch_invariant():
             pass
         assert differ() == []
-    assert 8 in differ() and 200 not in differ()
+    assert 2 in differ() and 200 not in differ()
+
+
+@needs_library
+def test_compiled_code_leaves_batch_invariance() -> None:
+    @torch.compile(backend="eager")
+    def compute(x: Tensor) -> Tensor:
+        with functional.batch_invariant():
+            return x + 1
+
+    compute(torch.ones(2))
+    assert not torch.ops.fastattn_cpu.is_batch_invariant()
 
 
 @needs_library
 @every_isa
 @pytest.mark.parametrize(("D", "out"), [(4096, 21), (4103, 81), (9000, 150), (7, 600)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_one_row_has_the_bits_of_several(isa: str, dtype: torch.dtype, D: int, out: int) -> None:
     """A row alone reads the weight in another order: four rows at a time that are far apart."""
     generator = torch.Generator().manual_seed(0)
@@ -226,20 +234,25 @@ def test_products_are_slower_without_the_processors_matrix_instructions(
     assert all(_env.product_limit.__wrapped__(d)[0] == 0 for d in DTYPES)
 
 
-def test_fp32_products_of_many_rows_are_slower_on_intels_processors(
+def test_mkl_multiplies_many_rows_faster_on_intels_processors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(_env.platform, "machine", lambda: "x86_64")
-    for vendor, rows in (("GenuineIntel", 32), ("AuthenticAMD", 2**62), ("", 2**62)):
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    for vendor, rows in (("GenuineIntel", 32), ("AuthenticAMD", 2**62), ("", 32)):
         cpuinfo = {"vendor_id": vendor}
         monkeypatch.setattr(_env, "_cpuinfo", lambda name, found=cpuinfo: found.get(name, ""))
         assert _env.product_limit.__wrapped__(torch.float32)[0] == rows
         assert _env.product_limit.__wrapped__(torch.bfloat16)[0] == 2**62
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+    assert _env.product_limit.__wrapped__(torch.float32)[0] == 32
 
 
 @needs_library
 def test_the_number_of_rows_decides(selected: list[str], torch_is_faster: SetFaster) -> None:
-    """The library, `explain` and modules agree; batch-invariant products are never PyTorch's."""
+    """The library, `explain` and modules agree; batch-invariant products of any number of rows are
+    those of the library.
+    """
     torch_is_faster(torch.float32, rows=6)
     _, w, b = (t.detach() for t in _layer())
 
@@ -249,7 +262,7 @@ def test_the_number_of_rows_decides(selected: list[str], torch_is_faster: SetFas
         functional.linear(x, w, b)
         run = selected[0] if selected else "cpu"
         assert functional.explain("linear", x, w, b).chosen == run
-        assert ops.has_faster_products(x) is (run == "cpu")
+        assert functional.has_faster_products(x) is (run == "cpu")
         return run
 
     assert [chosen(6), chosen(7)] == ["cpu", "torch"]

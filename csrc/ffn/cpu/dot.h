@@ -11,19 +11,24 @@ namespace fastattn::ffn::FASTATTN_ISA {
 // Up to so many rows, packing a weight costs more than it saves. (All weights of a decoder, 19 MB,
 // one Zen 5 thread: without packing 1.6 times the speed for 4 rows, 1.15 for 16, 1 for 48. With
 // AVX2 and 192 rows, weights of 512 x 512 to 512 x 32000: 1 to 1.2 in fp32 and fp16, 0.9 to 1.1 in
-// bf16. Converted to fp32, one thread of Emerald Rapids, 512 x 2048: in bf16 0.42 of the packed
-// time for 4 rows, 0.88 for 16, 1.07 for 32; in fp16 0.53, 1.19 and 1.3.)
+// bf16. Half precision that AVX-512 converts to fp32, one thread of Emerald Rapids, 512 x 2048, 4,
+// 8, 16 and 32 rows: 0.42, 0.62, 0.88 and 1.07 of the time with packing in bf16, 0.53, 0.84, 1.19
+// and 1.3 in fp16.)
 template <class T>
 constexpr bool kConverted = !std::is_same_v<T, float> && UnitsOf<T>::kDepth == 1;
 #if defined(__AVX512F__)
 template <class T>
-constexpr int kUnpackedRows = kConverted<T> ? 16 : 32;
+constexpr int kUnpackedRows = !kConverted<T>                ? 32
+                              : std::is_same_v<T, BFloat16> ? 16
+                                                            : 8;
 #elif defined(__AVX2__)
 template <class T>
 constexpr int kUnpackedRows = 2 * kBlockRows;
 #else
 template <class T>
-constexpr int kUnpackedRows = kConverted<T> ? 0 : 16;
+constexpr int kUnpackedRows = !kConverted<T>                ? 16
+                              : std::is_same_v<T, BFloat16> ? 8
+                                                            : 4;
 #endif
 // Sums of a tile in registers: 4 x 4 of 32 vector registers, 3 x 4 or 2 x 4 of 16. Fewer rows have
 // at least 4 columns, and so many that consecutive additions are independent.
@@ -34,7 +39,7 @@ constexpr int kTileRows = kLanes == 16                                 ? 4
 constexpr int kTileColumns = 4;
 template <int kR>
 constexpr int kColumnsOf = kLanes / kR > kTileColumns ? kLanes / kR : kTileColumns;
-// From kCopyRows rows of x on, half precision is copied as fp32, so that not each tile converts it
+// From kCopyRows rows of x on, half precision is copied as fp32, so that tiles do not convert it
 // (512 x 2048, one thread of Emerald Rapids, 64 rows: 114 GFLOP/s instead of 101 in bf16, 94
 // instead of 77 in fp16, with AVX2 68 instead of 57). In bf16 with AVX2 this is no faster.
 template <class T>
@@ -46,8 +51,9 @@ template <class T>
 constexpr int64_t kChunk = kChunkBytes / (kConvertsCopies<T> ? sizeof(float) : sizeof(T));
 // Rows of a weight that map to one set of the L1 cache are copied from kCopyRows rows of x on
 // (depth 1024, one Zen 5 thread, 48 rows: 180 GFLOP/s instead of 157; depth 2048 with AVX2, 64
-// rows: 76 instead of 65, 8 rows: 53 instead of 63). So are those of kConvertsCopies.
-constexpr int kCopyRows = kLanes == 16 ? 24 : 16;
+// rows: 76 instead of 65, 8 rows: 53 instead of 63). Half precision is copied too, if
+// kConvertsCopies.
+constexpr int kCopyRows = kLanes == 16 ? 24 : kLanes == 8 ? 16 : 4;
 constexpr int kCopyPitchBytes = kChunkBytes + 64;
 static_assert(kLanes * kCopyPitchBytes <= kOperandFloats * static_cast<int64_t>(sizeof(float)));
 // With fewer rows of x a row of w is read from its beginning to its end, otherwise a chunk of all

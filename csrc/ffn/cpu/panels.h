@@ -153,45 +153,6 @@ void pack_left(const Matrix& a, int64_t first_row, int rows, int64_t first_unit,
   }
 }
 
-// -- few rows -------------------------------------------------------------------------------------
-// Up to so many rows, packing a weight costs more than it saves; its rows are read in place.
-constexpr int kDotRows = 2;
-
-// sums[row][kSumPitch] (+)= units [first_unit, first_unit + units) of a panel whose columns are
-// contiguous in depth, times the left operand's rows.
-template <class T>
-void dot_panel(const Product& p, int64_t panel, int64_t first_unit, int units,
-               const typename UnitsOf<T>::Unit* left, int rows, float* sums, bool add) {
-  using C = UnitsOf<T>;
-  const int64_t first = first_unit * C::kDepth, column = p.b.column_stride;
-  const int64_t numbers = p.b.rows - first;
-  for (int side = 0; side < 2; ++side, sums += kLanes) {
-    const Half half = half_of(p, panel, side);
-    const T* source = static_cast<const T*>(p.b.data) + half.first * column + first;
-    for (int r = 0; r < rows; ++r) {
-      Float c[kLanes] = {};
-      for (int u = 0; u < units; u += kLanes) {
-        const auto a = load_bits<typename C::Vector>(left + r * kOperandPitch + u);
-        const int64_t d = u * C::kDepth;
-        const int count = clamped(numbers - d, kLanes * C::kDepth);
-#pragma GCC unroll 16
-        for (int i = 0; i < kLanes; ++i) {
-          c[i] =
-              C::products(a, C::along(source + i * column + d, i < half.count ? count : 0), c[i]);
-        }
-      }
-      float columns[kLanes * kLanes];
-      store_transposed(c, columns, kLanes);
-      float* sum = sums + r * kSumPitch;
-      Float total = add ? load(sum) : Float{};
-      for (int i = 0; i < kLanes; ++i) {
-        total += load(columns + i * kLanes);
-      }
-      store(sum, total);
-    }
-  }
-}
-
 // -- a block --------------------------------------------------------------------------------------
 // always_inline, like its callers: GCC 12 removes calls of a function without side effects.
 template <class T>
@@ -249,7 +210,6 @@ void multiply_block(const Product& p, int64_t first_row, int rows, int64_t first
   using Unit = typename C::Unit;
   const int64_t units = ceil_div(p.a.columns, C::kDepth);
   const bool by_rows = p.a.column_stride == 1;
-  const bool dot = !p.packed && by_rows && rows <= kDotRows && p.b.column_stride != 1;
   const int step = strip_rows(rows, kRows);
   const auto* packed = reinterpret_cast<const Unit*>(p.packed);
   float* sums = workspace;
@@ -270,10 +230,6 @@ void multiply_block(const Product& p, int64_t first_row, int rows, int64_t first
     pack_left<T>(p.a, first_row, rows, first_unit, depth, left);
     for (int64_t panel = first_panel; panel < last_panel; ++panel) {
       float* panel_sums = sums + (panel - first_panel) * kPanel;
-      if (dot) {
-        dot_panel<T>(p, panel, first_unit, depth, left, rows, panel_sums, first_unit > 0);
-        continue;
-      }
       // While this panel is multiplied, its share of what follows this chunk is prefetched.
       const int64_t share = panel - first_panel, shares = last_panel - first_panel;
       if (after < units) {

@@ -1,14 +1,12 @@
 """The linear layer on the CPU in C++, by the products of the feed-forward network (csrc/ffn).
 
 The kernels are registered under the dispatcher's CPU key. PyTorch's products are faster in half
-precision on processors with matrix instructions, in fp32 for more than a few rows on Intel's
-processors, and on processors that are not x86 (`_env.product_limit`, which the library is told when
-it is loaded).
+precision on processors with matrix instructions, in fp32 for many rows on Intel's processors, and
+on processors that are not x86: `_env.product_limit`, which is set in the library when it is loaded.
 """
 
 import contextlib
 import math
-import threading
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -17,7 +15,6 @@ from torch import Tensor
 from fastattn.ops import _env, _native
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_thread = threading.local()
 
 
 def unavailable() -> str | None:
@@ -33,8 +30,9 @@ def refusal(x: Tensor) -> str | None:
 def slower(x: Tensor) -> str | None:
     """As the library decides; x [..., D]."""
     most, why = _env.product_limit(x.dtype)
-    batch_invariant = most > 0 and getattr(_thread, "batch_invariant", False)
-    return None if batch_invariant or math.prod(x.shape[:-1]) <= most else why
+    if math.prod(x.shape[:-1]) <= most:
+        return None
+    return None if most > 0 and torch.ops.fastattn_cpu.is_batch_invariant() else why
 
 
 def linear_fwd_unsupported(x: Tensor, w: Tensor, b: Tensor | None) -> str | None:
@@ -63,13 +61,9 @@ def batch_invariant() -> Iterator[None]:
     if unavailable() is not None:
         yield
         return
-    before = _be_batch_invariant(True)
+    library = torch.ops.fastattn_cpu
+    before = library.batch_invariant(True)
     try:
         yield
     finally:
-        _be_batch_invariant(before)
-
-
-def _be_batch_invariant(on: bool) -> bool:
-    _thread.batch_invariant = on
-    return torch.ops.fastattn_cpu.batch_invariant(on)
+        library.batch_invariant(before)

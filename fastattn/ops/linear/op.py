@@ -70,11 +70,18 @@ linear = differentiable(
 )
 
 
+def has_faster_products(x: Tensor) -> bool:
+    """Whether `fastattn.linear` multiplies x [..., D], a CPU tensor, by its own kernels, not by
+    PyTorch's operator.
+    """
+    cpu = linear.module("cpu")
+    return cpu.refusal(x) is None and cpu.slower(x) is None
+
+
 @contextlib.contextmanager
 def batch_invariant() -> Iterator[None]:
     """Inside, the CPU kernels' matrix products of this thread (`linear` and `ffn`) sum in an order
-    that does not depend on the number of rows, so each row is the same bit for bit in any batch: in
-    fp32, and with AVX2 or AVX-512 in bf16 and fp16.
+    that does not depend on the number of rows, so each row is the same bit for bit in any batch.
     """
     with linear.module("cpu").batch_invariant():
         yield

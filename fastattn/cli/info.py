@@ -41,6 +41,7 @@ def _run_info(options: argparse.Namespace) -> int:
         "device": str(device),
         "device_name": ops.device_name(device),
         "threads": torch.get_num_threads(),
+        "instruction_set": ops.cpu_instruction_set(),
         "backends": [asdict(row) for row in rows],
         "extension": {"available": missing is None, "reason": missing or ""},
     }
@@ -62,6 +63,8 @@ def _run_info(options: argparse.Namespace) -> int:
         print("  ".join([*cells, line[4]]).rstrip())
     if device.type == "cpu" and (why := ops.library_unavailable("cpu")):
         print(f"\nOps on the CPU run PyTorch's operators: backend cpu {why}")
+    elif device.type == "cpu":
+        print(f"\nThe CPU kernels use the instruction set {ops.cpu_instruction_set()}")
     recorder = f"Python, which takes longer: {missing}" if missing else "the extension autograd"
     print(f"\nDerivatives are recorded by {recorder}")
     return DONE

@@ -19,6 +19,7 @@ __all__ = [
     "Call",
     "Explanation",
     "backend_table",
+    "cpu_instruction_set",
     "default_device",
     "device_name",
     "extension_unavailable",
@@ -46,6 +47,15 @@ def library_unavailable(name: str) -> str | None:
     from fastattn.ops import _native
 
     return _native.unavailable(name)
+
+
+def cpu_instruction_set() -> str | None:
+    """The instruction set of the CPU kernels: portable, avx2, avx512 or avx512_bf16; None without
+    their library.
+    """
+    from fastattn.ops import _native
+
+    return _native.cpu_isa()
 
 
 def move_to_large_pages(tensors: Iterable[Tensor]) -> None:

@@ -119,6 +119,11 @@ def usable_cpu_isas() -> tuple[str, ...]:
     return tuple(usable)
 
 
+def cpu_isa() -> str | None:
+    """The instruction set that the CPU kernels use, None without the library."""
+    return None if unavailable("cpu") else _CPU_ISAS[torch.ops.fastattn_cpu.isa()]
+
+
 def use_cpu_isa(name: str) -> None:
     """Makes the CPU kernels of this process use this instruction set, not the fastest one."""
     usable = usable_cpu_isas()

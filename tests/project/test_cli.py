@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cli_runs import TINY, TINY_PRESET, call
+from cpu_library import needs_library
 
 import fastattn
 from fastattn import cli
@@ -449,6 +450,18 @@ def test_info_reports_the_backend_table(capsys):
         cells = rf"^{row.op} +{row.backend} +{'yes' if row.available else 'no'} "
         line = re.search(cells + ".*$", out, flags=re.MULTILINE)
         assert line is not None and row.reason in line[0]
+
+
+@needs_library
+def test_info_shows_the_instruction_set_in_use(capsys):
+    used = _native.usable_cpu_isas()[-1]
+    assert json.loads(call(capsys, "info", "--json", "--device=cpu")[1])["instruction_set"] == used
+    _native.use_cpu_isa("portable")
+    try:
+        _, out, _ = call(capsys, "info", "--device=cpu")
+    finally:
+        _native.use_cpu_isa(used)
+    assert "\nThe CPU kernels use the instruction set portable\n" in out
 
 
 def test_info_shows_what_runs_without_the_cpu_library(capsys, monkeypatch):

@@ -177,6 +177,8 @@ def device_name(device: torch.device) -> str:
     name = _cpuinfo("model name") or platform.processor() or platform.machine()
     # Virtual machines report names without a model, such as "AMD EPYC".
     family = "" if any(map(str.isdigit, name)) else _cpuinfo("cpu family")
+    if family == "6":  # all of Intel's
+        return f"{name}, family 6, model {_cpuinfo('model')}"
     return f"{name}, family {family}" if family else name
 
 

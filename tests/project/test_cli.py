@@ -423,12 +423,16 @@ def test_diverged_training_is_an_error(capsys, pairs_file, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "model, name",
-    [("AMD EPYC", "AMD EPYC, family 26"), ("AMD EPYC 9654 96-Core", "AMD EPYC 9654 96-Core")],
+    "family, model, name",
+    [
+        (26, "AMD EPYC", "AMD EPYC, family 26"),
+        (26, "AMD EPYC 9654 96-Core", "AMD EPYC 9654 96-Core"),
+        (6, "Intel(R) Xeon(R) Processor", "Intel(R) Xeon(R) Processor, family 6, model 17"),
+    ],
 )
-def test_cpus_with_a_generic_name_show_their_family(model, name, monkeypatch, tmp_path):
+def test_cpus_with_a_generic_name_show_their_family(family, model, name, monkeypatch, tmp_path):
     file = tmp_path / "cpuinfo"
-    file.write_text(f"processor\t: 0\ncpu family\t: 26\nmodel\t\t: 17\nmodel name\t: {model}\n")
+    file.write_text(f"cpu family\t: {family}\nmodel\t\t: 17\nmodel name\t: {model}\n")
     opened = open
     monkeypatch.setattr("builtins.open", lambda path, *rest: opened(file, *rest))
     assert _env.device_name(torch.device("cpu")) == name

@@ -72,8 +72,8 @@ from fastattn.ops.layer_norm.op import add_layer_norm as _add_layer_norm
 from fastattn.ops.layer_norm.op import layer_norm as _layer_norm
 from fastattn.ops.layer_norm.op import rms_norm as _rms_norm
 from fastattn.ops.linear.op import batch_invariant as batch_invariant
-from fastattn.ops.linear.op import has_faster_products as has_faster_products
 from fastattn.ops.linear.op import linear as _linear
+from fastattn.ops.linear.op import linear_runs_torch as linear_runs_torch
 from fastattn.ops.topk_logsumexp.op import topk_logsumexp as _topk_logsumexp
 
 __all__ = [

@@ -107,7 +107,7 @@ std::tuple<Tensor, Tensor> ffn_fwd_out(Tensor x, Tensor w1, std::optional<Tensor
                                    residual, activation, dropout_p, output_dropout_p, dropout_seed,
                                    dropout_stream);
   }
-  x = readable(x);
+  x = readable_left(x);
   w1 = readable(w1);
   w2 = readable(w2);
   b1 = as_contiguous(b1);

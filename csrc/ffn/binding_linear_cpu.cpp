@@ -2,21 +2,23 @@
 //
 // PyTorch's matrix products are faster for some dtypes and numbers of rows on some processors;
 // there the default overload calls them.
-#include <algorithm>
 #include <array>
+#include <atomic>
 
 #include "ffn/binding_products_cpu.h"
 
 namespace fastattn::ffn {
 namespace {
 
-// Products of more rows are faster in PyTorch. By dtype: fp32, bf16, fp16. Set once, after the
-// library is loaded.
-std::array<int64_t, 3> most_rows = {};
+// Products of more rows are faster in PyTorch. By dtype: fp32, bf16, fp16. Set when the library is
+// loaded, and by tests.
+std::array<std::atomic<int64_t>, 3> most_rows = {};
 
 void set_product_limits(std::vector<int64_t> by_dtype) {
   STD_TORCH_CHECK(by_dtype.size() == most_rows.size(), "a number for each dtype");
-  std::copy(by_dtype.begin(), by_dtype.end(), most_rows.begin());
+  for (size_t i = 0; i < most_rows.size(); ++i) {
+    most_rows[i].store(by_dtype[i], std::memory_order_relaxed);
+  }
 }
 
 // PyTorch's products are not batch-invariant.
@@ -24,7 +26,8 @@ bool supports(const Tensor& x) {
   if (!has_kernels_for(x.scalar_type())) {
     return false;
   }
-  const int64_t most = most_rows[static_cast<size_t>(dtype_of(x, "x"))];
+  const auto type = static_cast<size_t>(dtype_of(x, "x"));
+  const int64_t most = most_rows[type].load(std::memory_order_relaxed);
   return rows_in(x) <= most || (batch_invariant && most > 0);
 }
 
@@ -68,7 +71,7 @@ std::tuple<Tensor> linear_fwd_out(Tensor x, Tensor w, std::optional<Tensor> b, T
   if (!has_kernels_for(x.scalar_type())) {
     return call_other_backend_into(std::tuple(y), "fastattn::linear_fwd", x, w, b);
   }
-  x = readable(x);
+  x = readable_left(x);
   w = readable(w);
   b = as_contiguous(b);
   const LinearShape s = linear_shape_of(x, w);

@@ -51,7 +51,7 @@ inline Tensor readable(const Tensor& x) {
   return strided || x.is_contiguous() ? x : torch::stable::contiguous(x);
 }
 
-// The same with contiguous columns.
+// The same with contiguous rows.
 inline Tensor readable_rows(const Tensor& x) {
   return x.is_contiguous() || (x.dim() == 2 && x.stride(1) == 1) ? x : torch::stable::contiguous(x);
 }
@@ -140,8 +140,14 @@ inline Product stored(const Matrix& a, const Matrix& b, const Tensor& out, const
 }
 
 // -- threads --------------------------------------------------------------------------------------
-// Whether a row's products have the same bits among any number of rows, if their dtype can be.
+// Whether a row's products have the same bits among any number of rows.
 inline thread_local bool batch_invariant = false;
+
+// The left operand of a forward's product. A batch-invariant one has contiguous rows: others are
+// packed, and their sums have another order.
+inline Tensor readable_left(const Tensor& x) {
+  return batch_invariant ? readable_rows(x) : readable(x);
+}
 
 // The workspace of an op that uses `used` floats and whose products cost `work` (product_work) and
 // need `worker` floats a worker.

@@ -66,7 +66,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         or x.shape[-1] != weight.shape[1]
         or x.dtype is not weight.dtype
         or (bias is not None and (bias.dtype is not x.dtype or bias.shape != weight.shape[:1]))
-        or not functional.has_faster_products(x)
+        or functional.linear_runs_torch(x)
     ):
         return F.linear(x, weight, bias)
     return functional.linear(x, weight, bias)

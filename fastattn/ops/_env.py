@@ -177,7 +177,7 @@ def device_name(device: torch.device) -> str:
     name = _cpuinfo("model name") or platform.processor() or platform.machine()
     # Virtual machines report names without a model, such as "AMD EPYC".
     family = "" if any(map(str.isdigit, name)) else _cpuinfo("cpu family")
-    if family == "6":  # all of Intel's
+    if family == "6":  # nearly all of Intel's
         return f"{name}, family 6, model {_cpuinfo('model')}"
     return f"{name}, family {family}" if family else name
 
@@ -188,7 +188,7 @@ def product_limit(dtype: torch.dtype) -> tuple[int, str]:
     processor, and why not for more: there PyTorch's are faster.
     """
     if platform.machine().lower() not in ("x86_64", "amd64"):
-        return 0, "has vectorised kernels for x86 processors only"
+        return 0, "is written for x86 processors, got " + platform.machine()
     units = {torch.bfloat16: "amx_bf16", torch.float16: "amx_fp16"}.get(dtype)
     if units in _cpuinfo("flags").split():
         return 0, f"does not use this processor's matrix instructions ({units}), as PyTorch does"

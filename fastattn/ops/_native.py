@@ -21,7 +21,8 @@ from fastattn.ops import _env
 _PACKAGE = Path(__file__).resolve().parent.parent
 # The instruction sets of csrc/cpu/dispatch.h, in its order.
 _CPU_ISAS = ("portable", "avx2", "avx512", "avx512_bf16")
-_INTERFACE = 5  # kInterface of csrc/autograd/derivative.h
+# kInterface of csrc/cpu/module_cpu.cpp and csrc/autograd/derivative.h.
+_INTERFACES = {"cpu": 1, "autograd": 5}
 # What builds a library that a plain install may leave out.
 _BUILD = {
     name: f"FASTATTN_NATIVE=cpu,autograd,{name} pip install --no-build-isolation ."
@@ -54,17 +55,28 @@ def _load_failure(library: str) -> str | None:
     except OSError as error:
         return f"cannot load its native library {path.name}: {error}"
     if library == "cpu":
-        if not hasattr(torch.ops.fastattn_cpu, "is_batch_invariant"):
-            return f"has a native library from other sources, {path.name}: build it again"
+        own = torch.ops.fastattn_cpu
+        if not hasattr(own, "interface") or call_unobserved(own.interface) != _INTERFACES["cpu"]:
+            # Not a reason: the dispatcher would run its kernels nevertheless.
+            raise RuntimeError(
+                f"{path} was built from other sources than this package: "
+                "`pip install --no-build-isolation .` builds it again"
+            )
         # By dtype, in the order of csrc/common/dtype.h.
         limits = [
             _env.product_limit(dtype)[0] for dtype in (torch.float32, torch.bfloat16, torch.float16)
         ]
-        # The op that loads the library may run under dispatch modes and functorch transforms.
-        no_keys = torch._C.DispatchKeySet.from_raw_repr(0)
-        with torch._C._ForceDispatchKeyGuard(no_keys, no_keys):
-            torch.ops.fastattn_cpu.set_product_limits(limits)
+        call_unobserved(own.set_product_limits, limits)
     return None
+
+
+def call_unobserved(op: Any, *args: Any) -> Any:
+    """Calls an op of a library that has no tensors: dispatch modes, functorch transforms and
+    tracers do not see the call.
+    """
+    no_keys = torch._C.DispatchKeySet.from_raw_repr(0)
+    with torch._C._ForceDispatchKeyGuard(no_keys, no_keys):
+        return op(*args)
 
 
 def workspace(size: int, device: torch.device) -> Tensor:
@@ -100,7 +112,7 @@ def extension_unavailable() -> str | None:
         loader.exec_module(module)
     except Exception as error:  # loading registers nodes with PyTorch, which may fail
         return f"cannot load its extension {path.name}: {type(error).__name__}: {error}"
-    if getattr(module, "interface", None) != _INTERFACE:
+    if getattr(module, "interface", None) != _INTERFACES["autograd"]:
         return f"the extension {path.name} was built from other sources: {remedy}"
     sys.modules[loader.name] = module
     return None
@@ -114,9 +126,7 @@ def extension() -> Any:
 def usable_cpu_isas() -> tuple[str, ...]:
     """The instruction sets of the CPU kernels that this processor supports, the fastest last."""
     _load_cpu()
-    usable = list(_CPU_ISAS[: torch.ops.fastattn_cpu.largest_isa() + 1])
-    usable.append(usable.pop(torch.ops.fastattn_cpu.fastest_isa()))
-    return tuple(usable)
+    return tuple(_CPU_ISAS[isa] for isa in torch.ops.fastattn_cpu.usable_isas())
 
 
 def cpu_isa() -> str | None:

@@ -4,18 +4,20 @@
 
 import contextlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from cpu_library import assert_threads_change_no_bit, every_isa, needs_library
-from products import DTYPES, SetFaster
+from products import DTYPES, SetFaster, different_rows
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fastattn
 from fastattn import functional
+from fastattn.nn import fusion
 from fastattn.ops import _env, _select
 from fastattn.ops._op import Op
 from fastattn.ops.linear.spec import make_inputs
@@ -104,29 +106,40 @@ def test_batch_invariant(isa: str, dtype: torch.dtype) -> None:
     # Of many results, some are rounded to another number if their sums differ.
     inputs = make_inputs(torch.Generator().manual_seed(0), dtype, rows=(240,), D=700, out=3000)
     x = inputs.pop("x")
-
-    def differ() -> list[int]:
-        together = functional.linear(x, **inputs, backend="cpu")
-        counts = (1, 2, 3, 5, 8, 30, 60, 97, 200)
-        alone = (functional.linear(x[3 : 3 + n], **inputs, backend="cpu") for n in counts)
-        return [n for n, y in zip(counts, alone, strict=True) if not y.equal(together[3 : 3 + n])]
+    compute = partial(functional.linear, **inputs, backend="cpu")
 
     with functional.batch_invariant():
         with functional.batch_invariant():
             pass
-        assert differ() == []
-    assert 2 in differ() and 200 not in differ()
+        assert different_rows(compute, x) == []
+        assert different_rows(compute, x.t().contiguous().t()) == []
+    assert 2 in (different := different_rows(compute, x)) and 200 not in different
 
 
 @needs_library
 def test_compiled_code_leaves_batch_invariance() -> None:
-    @torch.compile(backend="eager")
-    def compute(x: Tensor) -> Tensor:
-        with functional.batch_invariant():
-            return x + 1
+    x, w = torch.randn(60, 700), torch.randn(300, 700)
 
-    compute(torch.ones(2))
-    assert not torch.ops.fastattn_cpu.is_batch_invariant()
+    def compute() -> Tensor:
+        with functional.batch_invariant():
+            return functional.linear(x, w)
+
+    outside = functional.linear(x, w)
+    assert torch.compile(compute, backend="eager")().equal(compute())
+    assert functional.linear(x, w).equal(outside) and not outside.equal(compute())
+
+
+@needs_library
+def test_traced_graphs_have_no_calls_about_batch_invariance(torch_is_faster: SetFaster) -> None:
+    torch_is_faster(torch.float32, rows=6)
+
+    def compute(x: Tensor, w: Tensor) -> Tensor:
+        with functional.batch_invariant():
+            return fusion.linear(x, w)
+
+    graph = make_fx(compute)(torch.randn(7, 5), torch.randn(3, 5)).graph
+    called = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+    assert called == ["fastattn.linear_fwd.default"]
 
 
 @needs_library
@@ -199,11 +212,23 @@ def test_the_faster_products_are_chosen(
     [("reference", "cpu"), ("ffn=reference", "cpu"), ("linear=reference", "reference")],
 )
 def test_requested_backends(
-    request_: str, chosen: str, torch_is_faster: SetFaster, monkeypatch: pytest.MonkeyPatch
+    request_: str,
+    chosen: str,
+    torch_is_faster: SetFaster,
+    selected: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A request for all ops does not apply to linear."""
+    """A request for all ops does not apply to linear. Modules obey it for any number of rows."""
     monkeypatch.setenv(_env.BACKEND_VARIABLE, request_)
     assert functional.explain("linear", *_layer()).chosen == chosen
+    torch_is_faster(torch.float32, rows=6)
+    for rows in (6, 7):
+        x, w = torch.randn(rows, 8), torch.randn(4, 8)
+        selected.clear()
+        fusion.linear(x, w)
+        in_torch = rows == 7 and chosen == "cpu"
+        assert selected == ([] if chosen == "cpu" else [chosen])
+        assert functional.linear_runs_torch(x) is in_torch
 
 
 @needs_library
@@ -262,7 +287,7 @@ def test_the_number_of_rows_decides(selected: list[str], torch_is_faster: SetFas
         functional.linear(x, w, b)
         run = selected[0] if selected else "cpu"
         assert functional.explain("linear", x, w, b).chosen == run
-        assert functional.has_faster_products(x) is (run == "cpu")
+        assert functional.linear_runs_torch(x) is (run == "torch")
         return run
 
     assert [chosen(6), chosen(7)] == ["cpu", "torch"]
@@ -313,7 +338,7 @@ def test_long_sums_are_accurate() -> None:
     """For positive numbers, a single chain of additions over the rows would lose three digits."""
     x, dy = torch.rand(1 << 16, 64), torch.rand(1 << 16, 64)
     weight = torch.randn(64, 64, requires_grad=True)
-    (dw,) = torch.autograd.grad(fastattn.linear(x, weight), weight, dy)
+    (dw,) = torch.autograd.grad(fastattn.linear(x, weight, backend="cpu"), weight, dy)
     torch.testing.assert_close(dw, (dy.double().t() @ x.double()).float(), rtol=3e-6, atol=0.0)
 
 

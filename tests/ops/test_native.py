@@ -49,6 +49,14 @@ def test_a_library_without_an_op_is_to_be_built_again(make_op: MakeOp) -> None:
 
 
 @needs_library
+def test_a_library_from_other_sources_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a reason for another backend: its kernels are registered."""
+    monkeypatch.setitem(_native._INTERFACES, "cpu", -1)
+    with pytest.raises(RuntimeError, match=r"_C_cpu\.abi3\.so was built from other sources"):
+        _native.unavailable.__wrapped__("cpu")
+
+
+@needs_library
 def test_libraries_load_under_dispatch_modes_and_transforms() -> None:
     """They see the op that loads the library, not the calls that loading it makes."""
     namespaces = []

@@ -1,9 +1,12 @@
-"""Sets whether PyTorch's matrix products are faster, which determines linear's backend."""
+"""Tests of matrix products on the CPU: whether PyTorch's are faster, which determines linear's
+backend, and whether rows have the same bits in every batch.
+"""
 
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from torch import Tensor
 
 from fastattn.ops import _env, _native
 
@@ -31,3 +34,11 @@ def torch_is_faster(monkeypatch: pytest.MonkeyPatch) -> Iterator[SetFaster]:
     yield set_faster
     monkeypatch.setattr(_env, "product_limit", usual)
     tell_the_library()
+
+
+def different_rows(compute: Callable[[Tensor], Tensor], x: Tensor) -> list[int]:
+    """For which numbers of rows a call with these rows of x differs from one with all, 240."""
+    together = compute(x)
+    counts = (1, 2, 3, 5, 8, 30, 60, 97, 200)
+    alone = (compute(x[3 : 3 + n]) for n in counts)
+    return [n for n, y in zip(counts, alone, strict=True) if not y.equal(together[3 : 3 + n])]

@@ -43,8 +43,8 @@ struct Panels {
 class Team {
  public:
   // workspace: worker_floats for each worker. batch_invariant: a row's products have the same bits
-  // among any number of rows, if their dtype can be. at_once: a single worker runs a step when it
-  // is added, and interleaves none.
+  // among any number of rows. at_once: a single worker runs a step when it is added, and
+  // interleaves none.
   Team(int64_t workers, float* workspace, int64_t worker_floats, bool batch_invariant,
        bool at_once = false)
       : workers_(workers),

@@ -32,7 +32,9 @@ def slower(x: Tensor) -> str | None:
     most, why = _env.product_limit(x.dtype)
     if math.prod(x.shape[:-1]) <= most:
         return None
-    return None if most > 0 and torch.ops.fastattn_cpu.is_batch_invariant() else why
+    if most > 0 and _native.call_unobserved(torch.ops.fastattn_cpu.is_batch_invariant):
+        return None
+    return why
 
 
 def linear_fwd_unsupported(x: Tensor, w: Tensor, b: Tensor | None) -> str | None:
@@ -61,9 +63,9 @@ def batch_invariant() -> Iterator[None]:
     if unavailable() is not None:
         yield
         return
-    library = torch.ops.fastattn_cpu
-    before = library.batch_invariant(True)
+    switch = torch.ops.fastattn_cpu.batch_invariant
+    before = _native.call_unobserved(switch, True)
     try:
         yield
     finally:
-        library.batch_invariant(before)
+        _native.call_unobserved(switch, before)

@@ -25,8 +25,8 @@ from mkdocs.structure.files import File, Files
 import fastattn
 from fastattn import cli
 from fastattn.distributed import Plan
-from fastattn.ops import _env
-from fastattn.ops._select import OPS, backend_table, explaining
+from fastattn.ops import _env, _select
+from fastattn.ops._select import OPS, Backend, backend_table, explaining
 from fastattn.seq2seq.plots import Curve, save_curves
 
 matplotlib.use("svg")
@@ -276,12 +276,14 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 def backend_orders() -> str:
     """Every torch op with its backends in order of preference."""
-    rows = []
-    for op in OPS.values():
-        cells = [
-            f"{name}{'' if row.automatic else ' (on request)'}" for name, row in op.backends.items()
-        ]
-        rows.append([f"`{op.name}`", " → ".join(cells)])
+
+    def cell(backend: Backend) -> str:
+        verified = (
+            f"verified on {', '.join(backend.verified)}" if backend.verified else "if verified"
+        )
+        return f"`{backend.name}`" + ("" if backend.automatic else f" ({verified})")
+
+    rows = [[f"`{op.name}`", " → ".join(map(cell, op.backends.values()))] for op in OPS.values()]
     return table(["op", "tried in this order"], rows)
 
 
@@ -300,23 +302,22 @@ def support() -> str:
 
     backends, attention = OPS["attention_fwd"].backends, spec.SPECS[0].function
     rows = []
-    for sample in spec.SAMPLES:
-        dtype = torch.bfloat16 if torch.bfloat16 in sample.dtypes else sample.dtypes[0]
-        # Asked as if this machine had every device and compiler; nothing is computed.
-        with (
-            mock.patch.object(_env, "refuses_device", lambda *_: None),
-            mock.patch.object(sm90, "unavailable", lambda: None),
-            torch.no_grad(),
-            explaining() as explanations,
-        ):
-            attention(**sample.inputs("cpu", dtype))
-        reasons = explanations[0].refusals
-        refusals = [
-            f"`{name}` {reasons[name]}"
-            for name, row in backends.items()
-            if name in reasons and (row.automatic or "only when asked" not in reasons[name])
-        ]
-        rows.append([f"`{sample.name}`", sample.reason, "; ".join(refusals)])
+    # As if this machine had every device and compiler, and every kernel were verified; nothing is
+    # computed.
+    _select.forget_orders()
+    with (
+        mock.patch.object(_env, "refuses_device", lambda *_: None),
+        mock.patch.object(_select, "_is_verified", lambda *_: True),
+        mock.patch.object(sm90, "unavailable", lambda: None),
+        torch.no_grad(),
+    ):
+        for sample in spec.SAMPLES:
+            dtype = torch.bfloat16 if torch.bfloat16 in sample.dtypes else sample.dtypes[0]
+            with explaining() as explanations:
+                attention(**sample.inputs("cpu", dtype))
+            refusals = [f"`{name}` {why}" for name, why in explanations[0].refusals.items()]
+            rows.append([f"`{sample.name}`", sample.reason, "; ".join(refusals)])
+    _select.forget_orders()
     return f"{len(rows)} samples of {', '.join(backends)}.\n\n" + table(
         ["sample", "why it is there", "what does not take it forward, in bf16"], rows
     )

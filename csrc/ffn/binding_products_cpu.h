@@ -160,12 +160,12 @@ inline int64_t with_workers(int64_t used, int64_t work, int64_t worker) {
 inline int64_t worker_floats_of(const Matrix& x, std::initializer_list<Matrix> weights,
                                 DType type) {
   const int64_t bytes = type == DType::kFloat32 ? 4 : 2;
+  const int of_type = static_cast<int>(type);
   bool in_place = x.column_stride == 1 && are_unpacked(x.rows, type, batch_invariant);
   for (const Matrix& w : weights) {
-    in_place &=
-        w.column_stride == 1 &&
-        !copies_columns(x.rows, kernels().copy_rows,
-                        kernels().converts_copies[static_cast<int>(type)], w.row_stride * bytes);
+    in_place &= w.column_stride == 1 &&
+                !copies_columns(x.rows, kernels().copy_rows[of_type],
+                                kernels().converts_copies[of_type], w.row_stride * bytes);
   }
   return worker_floats(std::max<int64_t>(x.rows, 1), in_place);
 }

@@ -144,8 +144,9 @@ struct Kernels {
   int panel;  // columns
   // Rows of the left operand up to which the right one is not packed, by dtype.
   int unpacked_rows[3];
-  int copy_rows;            // see copies_columns
-  bool converts_copies[3];  // by dtype
+  // See copies_columns; by dtype.
+  int copy_rows[3];
+  bool converts_copies[3];
   void (*pack)(const Product&, int64_t first_panel, int64_t last_panel);
   void (*multiply)(const Product&, int64_t row_block, int64_t first_panel, int64_t last_panel,
                    float* workspace);

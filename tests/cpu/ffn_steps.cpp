@@ -135,7 +135,7 @@ void multiply(const Product& p, int64_t row_block, int64_t first_panel, int64_t 
   }
 }
 
-constexpr fastattn::ffn::Kernels kNumbers = {1, {}, 0, {}, pack, multiply, nullptr, nullptr};
+constexpr fastattn::ffn::Kernels kNumbers = {1, {}, {}, {}, pack, multiply, nullptr, nullptr};
 
 // Two products write the operands of a third one, whose panels are shared if it has many rows; its
 // transpose may be computed in its place.

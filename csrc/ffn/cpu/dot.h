@@ -13,7 +13,7 @@ namespace fastattn::ffn::FASTATTN_ISA {
 // AVX2 and 192 rows, weights of 512 x 512 to 512 x 32000: 1 to 1.2 in fp32 and fp16, 0.9 to 1.1 in
 // bf16. Half precision that AVX-512 converts to fp32, one thread of Emerald Rapids, 512 x 2048, 4,
 // 8, 16 and 32 rows: 0.42, 0.62, 0.88 and 1.07 of the time with packing in bf16, 0.53, 0.84, 1.19
-// and 1.3 in fp16.)
+// and 1.3 in fp16. In portable code there, the numbers of rows below: 0.68 to 1.)
 template <class T>
 constexpr bool kConverted = !std::is_same_v<T, float> && UnitsOf<T>::kDepth == 1;
 #if defined(__AVX512F__)
@@ -51,15 +51,19 @@ template <class T>
 constexpr int64_t kChunk = kChunkBytes / (kConvertsCopies<T> ? sizeof(float) : sizeof(T));
 // Rows of a weight that map to one set of the L1 cache are copied from kCopyRows rows of x on
 // (depth 1024, one Zen 5 thread, 48 rows: 180 GFLOP/s instead of 157; depth 2048 with AVX2, 64
-// rows: 76 instead of 65, 8 rows: 53 instead of 63). Half precision is copied too, if
-// kConvertsCopies.
-constexpr int kCopyRows = kLanes == 16 ? 24 : kLanes == 8 ? 16 : 4;
+// rows: 76 instead of 65, 8 rows: 53 instead of 63; in portable code on Emerald Rapids 4 to 12 rows
+// take 4 to 13 % longer with copies). Half precision is copied too, if kConvertsCopies.
+template <class T>
+constexpr int kCopyRows = kLanes == 16                    ? 24
+                          : kLanes == 8 || !kConverted<T> ? 16
+                                                          : 4;
 constexpr int kCopyPitchBytes = kChunkBytes + 64;
 static_assert(kLanes * kCopyPitchBytes <= kOperandFloats * static_cast<int64_t>(sizeof(float)));
 // With fewer rows of x a row of w is read from its beginning to its end, otherwise a chunk of all
 // rows at a time, so that x stays in the cache (depth 2048 with AVX2, 512 columns: 4 rows take 181
 // us instead of 213). Not measured elsewhere.
-constexpr int kFewRows = kLanes == 8 ? kCopyRows : 0;
+template <class T>
+constexpr int kFewRows = kLanes == 8 ? kCopyRows<T> : 0;
 
 // Vectors along the depth, loaded in kParts parts.
 template <class T>
@@ -83,6 +87,15 @@ struct DotUnits<BFloat16> : Floats {
 };
 #endif
 
+// Calls run(part) for each part, an integral constant.
+template <class T, class Run>
+inline __attribute__((always_inline)) void for_parts(const Run& run) {
+  run(std::integral_constant<int, 0>{});
+  if constexpr (DotUnits<T>::kParts == 2) {
+    run(std::integral_constant<int, 1>{});
+  }
+}
+
 // W is T, or float for elements that `convert` has written.
 template <class T, int kPart, class W>
 inline auto load_part(const W* p, int n) {
@@ -96,14 +109,12 @@ inline auto load_part(const W* p, int n) {
 // Writes each part of each vector, and zeros beyond the last number.
 template <class T>
 void convert(const T* from, int64_t numbers, float* to) {
-  using C = DotUnits<T>;
-  constexpr int kStep = kLanes * C::kDepth;
+  constexpr int kStep = kLanes * DotUnits<T>::kDepth;
   for (int64_t d = 0; d < numbers; d += kStep, to += kStep) {
     const int count = clamped(numbers - d, kStep);
-    store(to, load_part<T, 0>(from + d, count));
-    if constexpr (C::kParts == 2) {
-      store(to + kLanes, load_part<T, 1>(from + d, count));
-    }
+    for_parts<T>([&](auto part) __attribute__((always_inline)) {
+      store(to + part * kLanes, load_part<T, decltype(part)::value>(from + d, count));
+    });
   }
 }
 
@@ -117,28 +128,24 @@ inline __attribute__((always_inline)) void dot_tile(const T* x, int64_t x_stride
   using C = DotUnits<T>;
   constexpr int kColumns = kColumnsOf<kR>, kStep = kLanes * C::kDepth;
   Float c[kR * kColumns] = {};
-  const auto multiply = [&](auto part, int64_t d, int count) {
-    constexpr int kPart = decltype(part)::value;
-    typename C::Vector a[kR];
-#pragma GCC unroll 4
-    for (int i = 0; i < kR; ++i) {
-      a[i] = load_part<T, kPart>(x + i * x_stride + d, count);
-    }
-#pragma GCC unroll 16
-    for (int j = 0; j < kColumns; ++j) {
-      const int64_t row = kWhole || j < columns ? j : columns - 1;
-      const auto b = load_part<T, kPart>(w + row * w_stride + d, count);
+  const auto step = [&](int64_t d, int count) {
+    for_parts<T>([&](auto part) __attribute__((always_inline)) {
+      constexpr int kPart = decltype(part)::value;
+      typename C::Vector a[kR];
 #pragma GCC unroll 4
       for (int i = 0; i < kR; ++i) {
-        c[i * kColumns + j] = C::products(a[i], b, c[i * kColumns + j]);
+        a[i] = load_part<T, kPart>(x + i * x_stride + d, count);
       }
-    }
-  };
-  const auto step = [&](int64_t d, int count) {
-    multiply(std::integral_constant<int, 0>{}, d, count);
-    if constexpr (C::kParts == 2) {
-      multiply(std::integral_constant<int, 1>{}, d, count);
-    }
+#pragma GCC unroll 16
+      for (int j = 0; j < kColumns; ++j) {
+        const int64_t row = kWhole || j < columns ? j : columns - 1;
+        const auto b = load_part<T, kPart>(w + row * w_stride + d, count);
+#pragma GCC unroll 4
+        for (int i = 0; i < kR; ++i) {
+          c[i * kColumns + j] = C::products(a[i], b, c[i * kColumns + j]);
+        }
+      }
+    });
   };
   int64_t d = 0;
   for (; d + kStep <= numbers; d += kStep) {
@@ -237,19 +244,15 @@ inline __attribute__((always_inline)) Four dot_chunk(const T* x, const T* const 
   using C = DotUnits<T>;
   constexpr int64_t kStep = kLanes * C::kDepth, kUnrolled = 4;
   Float c[kStreams] = {};
-  const auto multiply = [&](auto part, int64_t d, int count) {
-    constexpr int kPart = decltype(part)::value;
-    const auto a = load_part<T, kPart>(x + d, count);
-#pragma GCC unroll 4
-    for (int n = 0; n < kStreams; ++n) {
-      c[n] = C::products(a, load_part<T, kPart>(w[n] + d, count), c[n]);
-    }
-  };
   const auto step = [&](int64_t d, int count) {
-    multiply(std::integral_constant<int, 0>{}, d, count);
-    if constexpr (C::kParts == 2) {
-      multiply(std::integral_constant<int, 1>{}, d, count);
-    }
+    for_parts<T>([&](auto part) __attribute__((always_inline)) {
+      constexpr int kPart = decltype(part)::value;
+      const auto a = load_part<T, kPart>(x + d, count);
+#pragma GCC unroll 4
+      for (int n = 0; n < kStreams; ++n) {
+        c[n] = C::products(a, load_part<T, kPart>(w[n] + d, count), c[n]);
+      }
+    });
   };
   int64_t d = first;
   for (; d + kUnrolled * kStep <= last; d += kUnrolled * kStep) {
@@ -309,13 +312,13 @@ void dot_block(const Product& p, int64_t first_row, int rows, int64_t first_pane
   const T* x = static_cast<const T*>(p.a.data) + first_row * x_stride;
   const T* w = static_cast<const T*>(p.b.data);
   const bool copies =
-      depth > 0 && copies_columns(rows, kCopyRows, kConvertsCopies<T>, w_stride * sizeof(T));
+      depth > 0 && copies_columns(rows, kCopyRows<T>, kConvertsCopies<T>, w_stride * sizeof(T));
   using Copied = std::conditional_t<kConvertsCopies<T>, float, T>;
   constexpr int64_t kCopyPitch = kCopyPitchBytes / sizeof(Copied);
   Copied* copy = reinterpret_cast<Copied*>(workspace + sum_floats(rows));
   const int64_t chunks = depth > 0 ? ceil_div(depth, kChunk<T>) : 1;
   const int64_t halves = 2 * (last_panel - first_panel), count = chunks * halves;
-  const bool by_halves = rows < kFewRows;
+  const bool by_halves = rows < kFewRows<T>;
   struct Part {
     int64_t h, d;
     Half half;

@@ -330,9 +330,13 @@ inline void reduce(const float* partials, int64_t count, int64_t columns, void* 
 }
 
 const Kernels kKernels = {
-    kPanel,      {kUnpackedRows<float>, kUnpackedRows<BFloat16>, kUnpackedRows<Float16>},
-    kCopyRows,   {kConvertsCopies<float>, kConvertsCopies<BFloat16>, kConvertsCopies<Float16>},
-    pack,        multiply,
-    drop_output, reduce};
+    kPanel,
+    {kUnpackedRows<float>, kUnpackedRows<BFloat16>, kUnpackedRows<Float16>},
+    {kCopyRows<float>, kCopyRows<BFloat16>, kCopyRows<Float16>},
+    {kConvertsCopies<float>, kConvertsCopies<BFloat16>, kConvertsCopies<Float16>},
+    pack,
+    multiply,
+    drop_output,
+    reduce};
 
 }  // namespace fastattn::ffn::FASTATTN_ISA

@@ -187,6 +187,7 @@ def a_failed_save_is_raised_in_all_ranks(run: Path) -> None:
     assert not any((run / checkpoint.CHECKPOINTS).iterdir())
 
 
+@pytest.mark.slow
 def test_checkpoints(tmp_path: Path) -> None:
     in_processes(
         functools.partial(runs_continue_on_other_meshes, tmp_path / "run"),

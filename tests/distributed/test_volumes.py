@@ -259,6 +259,7 @@ class _Update:
         return total / self.pairs
 
 
+@pytest.mark.slow
 def test_four_processes() -> None:
     """All in one test: starting the processes takes most of the time."""
     in_processes(

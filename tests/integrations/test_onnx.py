@@ -294,6 +294,7 @@ class Step(nn.Module):
         return y, *[layer.target for layer in layers]
 
 
+@pytest.mark.slow
 def test_cached_steps() -> None:
     """Position by position, with another batch and memory than exported, as over whole rows."""
     torch.manual_seed(0)

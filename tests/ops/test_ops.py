@@ -23,12 +23,12 @@ from fastattn.testing.spec import ErrorSample, Inputs, OpSpec, Sample
 
 # -- values ---------------------------------------------------------------------------------------
 def _samples() -> list[Any]:
-    """The backend `torch` runs the same code for fp16 as for bf16: slow, to save time."""
+    """`torch` and the reference run the same code for fp16 as for bf16: slow, to save time."""
     return [
         pytest.param(
             *(spec, backend, sample, dtype),
             id=f"{row.id}-{sample.name}-{short}",
-            marks=[pytest.mark.slow] * (backend == "torch" and dtype == torch.float16),
+            marks=[pytest.mark.slow] * (backend != "cpu" and dtype == torch.float16),
         )
         for row in BACKENDS
         for spec, backend in [row.values]

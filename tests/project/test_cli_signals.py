@@ -80,7 +80,10 @@ def assert_same_runs(actual: Path, expected: Path) -> None:
         assert torch.equal(states[0][name], value), name
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
+)
 def test_a_signal_saves_and_the_printed_command_continues(
     capsys, pairs_file, tmp_path, number, code
 ):
@@ -97,7 +100,10 @@ def test_a_signal_saves_and_the_printed_command_continues(
     assert_same_runs(run, whole)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -15)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, -15, marks=pytest.mark.slow)],
+)
 def test_a_second_signal_ends_at_once(pairs_file, tmp_path, number, code):
     returned, err = train_and_signal(pairs_file, tmp_path, number, number)
     assert returned == code and "a second signal ends without saving" in err

@@ -25,7 +25,14 @@ def blocks(page: Path) -> list[str]:
 WITH_PYTHON = [page for page in [ROOT / "README.md", *PAGES] if blocks(page)]
 
 
-@pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [
+        # Inductor compiles most of these blocks: half a minute.
+        pytest.param(page, id=page.stem, marks=[pytest.mark.slow] * (page.stem == "compile"))
+        for page in WITH_PYTHON
+    ],
+)
 def test_python_blocks_run(
     page: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

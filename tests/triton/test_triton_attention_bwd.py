@@ -31,7 +31,7 @@ from attention_options import BASE, CHANGES, PACKED_BASE, PACKED_CHANGES, packed
 from compiled_kernels import compiles
 
 from benchmarks.tune_attention_bwd import candidates
-from fastattn.ops.attention import prepared, reference, spec, spec_varlen
+from fastattn.ops.attention import prepared, reference, spec, spec_paged, spec_varlen
 from fastattn.ops.attention.calls import (
     BackwardCall,
     Gradients,
@@ -200,8 +200,8 @@ _INTERPRETED = (
 )  # fmt: skip
 # A quarter of the rest's time, for tiles that others have too.
 _FOR_GPUS = (
-    "one_query_long", "one_query_everything", "d128_mask_dropout", "d256_mask_dropout",
-    "d256_bias_lengths",
+    "one_query_long", "one_query_everything", "few_queries_long", "few_queries_everything",
+    "sinks_one_query_long", "d128_mask_dropout", "d256_mask_dropout", "d256_bias_lengths",
 )  # fmt: skip
 _EVERYTHING = _small(
     "everything at once", B=2, H=2, K=1, M=40, N=50, D=24, E=40, mask="min BMN",
@@ -213,7 +213,7 @@ _EVERYTHING = _small(
 def _samples() -> list[Any]:
     cases = []
     for sample in (*spec.SAMPLES, _EVERYTHING):
-        if sample.name in _FOR_GPUS and not NATIVE:
+        if sample in spec_paged.SAMPLES or (sample.name in _FOR_GPUS and not NATIVE):
             continue
         short = sample.name in _INTERPRETED or sample is _EVERYTHING
         marks = () if NATIVE or short else (pytest.mark.slow,)

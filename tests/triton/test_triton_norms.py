@@ -155,6 +155,7 @@ def test_long_rows_keep_small_deviations(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @runs
+@pytest.mark.slow
 def test_a_row_of_a_million(monkeypatch: pytest.MonkeyPatch) -> None:
     if not NATIVE:  # the interpreter is fast only with few, large blocks
         block = 1 << 16

@@ -93,8 +93,10 @@ class _Program:
         self.cache.end_of_prompt(tokens.shape[1])
         return logits
 
-    def step(self, model: Any, tokens: Tensor) -> Tensor:
-        """Logits `[B * K, 1, V]` after one more token of each row."""
+    def step(self, model: Any, tokens: Tensor, is_unchanged: Callable[[], bool]) -> Tensor:
+        """Logits `[B * K, 1, V]` after one more token of each row. A step that changes the model is
+        not kept: the program stays new.
+        """
         if self._is_step_released:
             assert isinstance(self._replay, Tape)
             self._replay.allocate()
@@ -108,10 +110,15 @@ class _Program:
                 run,
                 functools.partial(state.seek, state.position.clone()),
                 tokens.device,
-                results=lambda: [] if self.logits is None else [self.logits],
+                # Modules may have kept any of the step's tensors.
+                results=lambda: [self.logits] if is_unchanged() else None,  # type: ignore[list-item]
                 weights=model.parameters(),
             )
-        (self._replay or run)()
+            self._replay()
+            if not is_unchanged():
+                self._replay = None
+        else:
+            (self._replay or run)()
         state.length = length + 1
         assert self.logits is not None
         return self.logits
@@ -187,7 +194,7 @@ class _Generation:
         self, forward: Callable[..., Any], model: Any, fingerprint: Hashable, beams: int
     ) -> None:
         self._forward, self._model, self._beams = forward, model, beams
-        self._fingerprint = fingerprint
+        self._fingerprint, self._has_changed = fingerprint, False
         self._state: State = model.__dict__[STATE]
         self._programs = self._state.programs_of(fingerprint)
         self._program: _Program | None = None
@@ -209,7 +216,7 @@ class _Generation:
         else:
             if self._program.cache.state.length == self._program.cache.max_length:
                 self._grow(self._program, encoder_outputs[0])
-            logits = self._program.step(self._model, decoder_input_ids)
+            logits = self._step(self._program, decoder_input_ids)
         cache: Any = {_cache_name(self._model): self}
         return Seq2SeqLMOutput(logits=logits, **cache)
 
@@ -229,11 +236,27 @@ class _Generation:
             capacity *= 2
         program = self._program = self._take(capacity, memory)
         logits = program.prompt(self._model, tokens, memory, mask)
-        # A replay would not change them, and would overwrite tensors that modules keep.
-        if program.is_new and _survey(self._model).fingerprint != self._fingerprint:
+        if program.is_new and not self._is_unchanged():
             program.is_recorded = False
-            self._state.count_fallback("is of a model whose forward changes modules' attributes")
+            self._count_change()
         return logits.repeat_interleave(K, 0) if K > 1 else logits
+
+    def _step(self, program: _Program, tokens: Tensor) -> Tensor:
+        logits = program.step(self._model, tokens, self._is_unchanged)
+        if program.is_recorded and program.is_new:
+            # Once is the growth of a table of positions.
+            if self._has_changed:
+                program.is_recorded = False
+                self._count_change()
+            self._has_changed, self._fingerprint = True, _survey(self._model).fingerprint
+        return logits
+
+    def _is_unchanged(self) -> bool:
+        """A replay would not change attributes, and would overwrite tensors that modules keep."""
+        return _survey(self._model).fingerprint == self._fingerprint
+
+    def _count_change(self) -> None:
+        self._state.count_fallback("is of a model whose forward changes modules' attributes")
 
     def _take(self, capacity: int, memory: Tensor) -> _Program:
         """A program that no other call uses, kept or new."""

@@ -527,6 +527,39 @@ def test_values_that_modules_keep() -> None:
             assert report.generate[""] == {why: calls}
 
 
+class _KeptLater(torch.nn.Module):
+    """As _Kept, but not in the first of `calls`, the prompt of a sentence."""
+
+    calls = 0
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base, self.output = base, None
+
+    def forward(self, x: Any) -> Any:
+        y = self.base(x)
+        if _KeptLater.calls > 0:
+            self.output = y
+        _KeptLater.calls += 1
+        return y
+
+
+def test_values_that_modules_keep_in_a_step() -> None:
+    plain: Any = build(MODELS["marian"], "eager")
+    layer = plain.model.decoder.layers[-1]
+    layer.fc1 = _KeptLater(layer.fc1)
+    model: Any = copy.deepcopy(plain)
+    with fastattn.patch(model, quiet=True) as report:
+        for calls in (1, 2):
+            kept = []
+            for m in (plain, model):
+                _KeptLater.calls = 0
+                kept.append((_generate(m), m.model.decoder.layers[-1].fc1.output))
+            torch.testing.assert_close(kept[1], kept[0])
+            why = "is of a model whose forward changes modules' attributes"
+            assert report.generate[""] == {why: calls}
+
+
 def test_parameters_that_move() -> None:
     model: Any = build(MODELS["marian"], "eager")
     other: Any = copy.deepcopy(model)

@@ -278,10 +278,10 @@ def backend_orders() -> str:
     """Every torch op with its backends in order of preference."""
 
     def cell(backend: Backend) -> str:
-        verified = (
-            f"verified on {', '.join(backend.verified)}" if backend.verified else "if verified"
-        )
-        return f"`{backend.name}`" + ("" if backend.automatic else f" ({verified})")
+        if backend.automatic:
+            return f"`{backend.name}`"
+        passed = "".join(f"on {architecture}, or " for architecture in backend.verified)
+        return f"`{backend.name}` ({passed}where it has passed)"
 
     rows = [[f"`{op.name}`", " → ".join(map(cell, op.backends.values()))] for op in OPS.values()]
     return table(["op", "tried in this order"], rows)

@@ -695,8 +695,9 @@ def decompositions() -> dict[OpOverload, Callable[..., Any]]:
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
-    """Which backend would run `fastattn.<op>(*args, **kwargs)`, and why others could not, or are
-    known to be slower. Nothing is computed. Gradients and autocast are taken into account.
+    """Which backend would run `fastattn.<op>(*args, **kwargs)`, and why not another: it cannot run
+    the call, is not verified on this GPU or is known to be slower. Nothing is computed. Gradients
+    and autocast are taken into account.
 
     op: the name of the function, such as "attention".
     """

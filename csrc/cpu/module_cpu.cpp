@@ -44,13 +44,6 @@ std::atomic<Isa>& active() {
   return isa;
 }
 
-// As _INTERFACES of fastattn/ops/_native.py: increased when an operator of the library changes.
-constexpr int64_t kInterface = 1;
-
-int64_t interface() {
-  return kInterface;
-}
-
 int64_t isa_in_use() {
   return static_cast<int64_t>(active_isa());
 }
@@ -99,8 +92,12 @@ void use_isa(Isa isa) {
 
 }  // namespace fastattn
 
+// Increased when an operator of the library changes. fastattn/ops/_native.py looks for it in the
+// file before the library is loaded, which registers its kernels.
+extern "C" __attribute__((used, visibility("default"))) const char fastattn_cpu_interface[] =
+    "fastattn_cpu interface 1";
+
 STABLE_TORCH_LIBRARY(fastattn_cpu, m) {
-  m.def("interface() -> int");
   m.def("usable_isas() -> int[]");
   m.def("isa() -> int");
   m.def("use_isa(int isa) -> ()");
@@ -109,7 +106,6 @@ STABLE_TORCH_LIBRARY(fastattn_cpu, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CompositeExplicitAutograd, m) {
-  m.impl("interface", TORCH_BOX(&fastattn::interface));
   m.impl("usable_isas", TORCH_BOX(&fastattn::usable));
   m.impl("isa", TORCH_BOX(&fastattn::isa_in_use));
   m.impl("use_isa", TORCH_BOX(&fastattn::choose_isa));

@@ -6,7 +6,7 @@
 // while they are in the cache. A product packs its right operand into panels and divides the result
 // into blocks of rows and panels. One worker computes a block, every sum in one order, so the bits
 // depend neither on the number of threads nor on the block. With few rows a weight is not packed
-// and sums have another order, which batch-invariant products always use.
+// and sums have another order, which batch-invariant products of rows with a weight always use.
 #pragma once
 
 #include <cstdint>

@@ -80,6 +80,7 @@ class _Program:
         self._memory = memory.new_zeros(1, 1, 1).expand(cache.batch, 1, memory.shape[-1])
         self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
         self.is_recorded = True
+        self.has_changed = False  # the model, in a step
         self._replay: Callable[[], None] | None = None
         self._is_cache_released = self._is_step_released = False
 
@@ -194,7 +195,7 @@ class _Generation:
         self, forward: Callable[..., Any], model: Any, fingerprint: Hashable, beams: int
     ) -> None:
         self._forward, self._model, self._beams = forward, model, beams
-        self._fingerprint, self._has_changed = fingerprint, False
+        self._fingerprint = fingerprint
         self._state: State = model.__dict__[STATE]
         self._programs = self._state.programs_of(fingerprint)
         self._program: _Program | None = None
@@ -245,10 +246,10 @@ class _Generation:
         logits = program.step(self._model, tokens, self._is_unchanged)
         if program.is_recorded and program.is_new:
             # Once is the growth of a table of positions.
-            if self._has_changed:
+            if program.has_changed:
                 program.is_recorded = False
                 self._count_change()
-            self._has_changed, self._fingerprint = True, _survey(self._model).fingerprint
+            program.has_changed, self._fingerprint = True, _survey(self._model).fingerprint
         return logits
 
     def _is_unchanged(self) -> bool:
@@ -363,16 +364,19 @@ def _drops(state: dict[str, Any]) -> bool:
 
 
 class _Same:
-    """Compares an object by identity. It is kept, so that no other gets its address."""
+    """Compares an object by identity, or by the address and layout of a tensor. It is kept, so that
+    no other gets its address.
+    """
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, layout: Hashable = None) -> None:
         self.value = value
+        self.key = id(value) if layout is None else layout
 
     def __eq__(self, other: Any) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
+        return isinstance(other, _Same) and self.key == other.key
 
     def __hash__(self) -> int:
-        return id(self.value)
+        return hash(self.key)
 
 
 def _setting(value: Any) -> Hashable:
@@ -380,7 +384,7 @@ def _setting(value: Any) -> Hashable:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if type(value) in _PLAIN:
-        return value.data_ptr(), value.dtype, value.shape, value.stride()
+        return _Same(value, (value.data_ptr(), value.dtype, value.shape, value.stride()))
     if isinstance(value, dict):
         return tuple((_setting(key), _setting(item)) for key, item in value.items())
     if isinstance(value, list | tuple):

@@ -188,7 +188,7 @@ def product_limit(dtype: torch.dtype) -> tuple[int, str]:
     processor, and why not for more: there PyTorch's are faster.
     """
     if platform.machine().lower() not in ("x86_64", "amd64"):
-        return 0, "is written for x86 processors, got " + platform.machine()
+        return 0, f"is not known to multiply faster than PyTorch on {platform.machine()}"
     units = {torch.bfloat16: "amx_bf16", torch.float16: "amx_fp16"}.get(dtype)
     if units in _cpuinfo("flags").split():
         return 0, f"does not use this processor's matrix instructions ({units}), as PyTorch does"

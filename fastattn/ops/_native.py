@@ -21,8 +21,8 @@ from fastattn.ops import _env
 _PACKAGE = Path(__file__).resolve().parent.parent
 # The instruction sets of csrc/cpu/dispatch.h, in its order.
 _CPU_ISAS = ("portable", "avx2", "avx512", "avx512_bf16")
-# kInterface of csrc/cpu/module_cpu.cpp and csrc/autograd/derivative.h.
-_INTERFACES = {"cpu": 1, "autograd": 5}
+_INTERFACE = 5  # kInterface of csrc/autograd/derivative.h
+_CPU_INTERFACE = b"fastattn_cpu interface 1\0"  # in the file, by csrc/cpu/module_cpu.cpp
 # What builds a library that a plain install may leave out.
 _BUILD = {
     name: f"FASTATTN_NATIVE=cpu,autograd,{name} pip install --no-build-isolation ."
@@ -50,29 +50,27 @@ def _load_failure(library: str) -> str | None:
             f"{'nvcc' if library in _BUILD else 'a compiler'} installed, "
             f"`{_BUILD.get(library, 'pip install --no-build-isolation .')}` builds it"
         )
+    if library == "cpu" and _CPU_INTERFACE not in path.read_bytes():
+        return (
+            f"has a native library from other sources, {path.name}: "
+            "`pip install --no-build-isolation .` builds it again"
+        )
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
         return f"cannot load its native library {path.name}: {error}"
     if library == "cpu":
-        own = torch.ops.fastattn_cpu
-        if not hasattr(own, "interface") or call_unobserved(own.interface) != _INTERFACES["cpu"]:
-            # Not a reason: the dispatcher would run its kernels nevertheless.
-            raise RuntimeError(
-                f"{path} was built from other sources than this package: "
-                "`pip install --no-build-isolation .` builds it again"
-            )
         # By dtype, in the order of csrc/common/dtype.h.
         limits = [
             _env.product_limit(dtype)[0] for dtype in (torch.float32, torch.bfloat16, torch.float16)
         ]
-        call_unobserved(own.set_product_limits, limits)
+        call_unobserved(torch.ops.fastattn_cpu.set_product_limits, limits)
     return None
 
 
 def call_unobserved(op: Any, *args: Any) -> Any:
-    """Calls an op of a library that has no tensors: dispatch modes, functorch transforms and
-    tracers do not see the call.
+    """Calls an op that takes and returns no tensors, so that dispatch modes, functorch transforms
+    and tracers do not see the call.
     """
     no_keys = torch._C.DispatchKeySet.from_raw_repr(0)
     with torch._C._ForceDispatchKeyGuard(no_keys, no_keys):
@@ -112,7 +110,7 @@ def extension_unavailable() -> str | None:
         loader.exec_module(module)
     except Exception as error:  # loading registers nodes with PyTorch, which may fail
         return f"cannot load its extension {path.name}: {type(error).__name__}: {error}"
-    if getattr(module, "interface", None) != _INTERFACES["autograd"]:
+    if getattr(module, "interface", None) != _INTERFACE:
         return f"the extension {path.name} was built from other sources: {remedy}"
     sys.modules[loader.name] = module
     return None

@@ -63,7 +63,7 @@ class BackendStatus:
 
 @dataclass
 class Explanation:
-    """Which backend runs a call of an op and why the others do not."""
+    """Which backend runs a call of an op. refusals: why others cannot, or are not chosen."""
 
     op: str
     chosen: str | None = None

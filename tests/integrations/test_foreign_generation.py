@@ -122,11 +122,15 @@ def test_steps_are_replayed(name: str) -> None:
 
 
 def test_more_positions_than_a_cache_has() -> None:
-    for name, strategy, new in (
-        ("marian", "beams", 40), ("t5", "beams", 40), ("bart", "greedy", 40),
-        ("m2m100", "greedy", 70),  # whose table of 64 positions grows
-    ):  # fmt: skip
-        model = build(MODELS[name], "eager")
+    m2m100 = "M2M100ForConditionalGeneration", "M2M100Config"
+    for make, strategy, new in (
+        (MODELS["marian"], "beams", 40),
+        (MODELS["t5"], "beams", 40),
+        (MODELS["bart"], "greedy", 40),
+        (MODELS["m2m100"], "greedy", 70),  # whose table of 64 positions grows
+        (_kind(*m2m100, max_position_embeddings=20), "greedy", 70),  # twice
+    ):
+        model = build(make, "eager")
         expected, got, fallbacks = _both(model, new=new, min_new_tokens=new, **STRATEGIES[strategy])
         assert expected.shape[1] == new + 1
         assert torch.equal(got, expected)
@@ -528,15 +532,19 @@ def test_values_that_modules_keep() -> None:
 
 
 class _KeptLater(torch.nn.Module):
-    """As _Kept, but not in the first of `calls`, the prompt of a sentence."""
+    """As _Kept, but not in the first of `calls`, the prompt of a sentence. The memory of a value
+    that is freed first may be that of the next one.
+    """
 
-    calls = 0
+    calls, frees_first = 0, False
 
     def __init__(self, base: Any) -> None:
         super().__init__()
         self.base, self.output = base, None
 
     def forward(self, x: Any) -> Any:
+        if self.frees_first and _KeptLater.calls > 0:
+            self.output = None
         y = self.base(x)
         if _KeptLater.calls > 0:
             self.output = y
@@ -544,7 +552,8 @@ class _KeptLater(torch.nn.Module):
         return y
 
 
-def test_values_that_modules_keep_in_a_step() -> None:
+@pytest.mark.parametrize("frees_first", [False, True])
+def test_values_that_modules_keep_in_a_step(frees_first: bool) -> None:
     plain: Any = build(MODELS["marian"], "eager")
     layer = plain.model.decoder.layers[-1]
     layer.fc1 = _KeptLater(layer.fc1)
@@ -553,7 +562,7 @@ def test_values_that_modules_keep_in_a_step() -> None:
         for calls in (1, 2):
             kept = []
             for m in (plain, model):
-                _KeptLater.calls = 0
+                _KeptLater.calls, _KeptLater.frees_first = 0, frees_first
                 kept.append((_generate(m), m.model.decoder.layers[-1].fc1.output))
             torch.testing.assert_close(kept[1], kept[0])
             why = "is of a model whose forward changes modules' attributes"

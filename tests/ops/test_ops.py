@@ -28,7 +28,8 @@ def _samples() -> list[Any]:
         pytest.param(
             *(spec, backend, sample, dtype),
             id=f"{row.id}-{sample.name}-{short}",
-            marks=[pytest.mark.slow] * (backend != "cpu" and dtype == torch.float16),
+            marks=[pytest.mark.slow]
+            * (backend in ("torch", "reference") and dtype == torch.float16),
         )
         for row in BACKENDS
         for spec, backend in [row.values]

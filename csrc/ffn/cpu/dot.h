@@ -51,8 +51,9 @@ template <class T>
 constexpr int64_t kChunk = kChunkBytes / (kConvertsCopies<T> ? sizeof(float) : sizeof(T));
 // Rows of a weight that map to one set of the L1 cache are copied from kCopyRows rows of x on
 // (depth 1024, one Zen 5 thread, 48 rows: 180 GFLOP/s instead of 157; depth 2048 with AVX2, 64
-// rows: 76 instead of 65, 8 rows: 53 instead of 63; in portable code on Emerald Rapids 4 to 12 rows
-// take 4 to 13 % longer with copies). Half precision is copied too, if kConvertsCopies.
+// rows: 76 instead of 65, 8 rows: 53 instead of 63; fp32 in portable code on Emerald Rapids, depth
+// 1024 to 4096: 4 to 12 rows take 4 to 13 % longer with copies, 15 rows 0.98 to 1.05 of the time).
+// Half precision is copied too, if kConvertsCopies.
 template <class T>
 constexpr int kCopyRows = kLanes == 16                    ? 24
                           : kLanes == 8 || !kConverted<T> ? 16

@@ -94,15 +94,18 @@ def _with_prepared_inputs(spec: OpSpec, backend: str | None) -> Forward:
 
 
 def fastattn_backends(spec: OpSpec, device_type: str) -> list[Implementation]:
-    """fastattn's backends for a kind of device, each forced, and its automatic choice where that
-    may be none of them.
+    """fastattn's backends for a kind of device, and its automatic choice where that may be none of
+    them.
     """
 
     def of(backend: str | None) -> Implementation:
         def build(task: Task) -> Forward:
+            # As users call it where it is the automatic choice: a request is resolved in Python.
+            chosen = fastattn.explain(spec.name, **task.inputs).chosen
+            requested = None if backend == chosen else backend
             if spec.prepare(task.inputs) is task.inputs:
-                return lambda inputs: spec.function(**inputs, backend=backend)
-            return _with_prepared_inputs(spec, backend)
+                return lambda inputs: spec.function(**inputs, backend=requested)
+            return _with_prepared_inputs(spec, requested)
 
         return Implementation(
             f"fastattn-{backend or _AUTOMATIC}",

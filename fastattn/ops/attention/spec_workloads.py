@@ -99,7 +99,7 @@ def padded_workload(
         elif scores == "softcap":
             inputs["softcap"] = 50.0
         elif scores == "sinks":
-            inputs["sinks"] = data(H).float()
+            inputs["sinks"] = data(H)
         elif scores == "relative":
             inputs |= {"relative_bias": data(H, 32).float(), "relative_buckets": "t5_causal"}
             inputs["relative_max_distance"] = 128

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import fastattn
+from fastattn.ops._select import explaining
 from fastattn.testing.spec import Inputs, OpSpec, Workload
 
 Forward = Callable[[Inputs], Any]
@@ -101,8 +102,9 @@ def fastattn_backends(spec: OpSpec, device_type: str) -> list[Implementation]:
     def of(backend: str | None) -> Implementation:
         def build(task: Task) -> Forward:
             # As users call it where it is the automatic choice: a request is resolved in Python.
-            chosen = fastattn.explain(spec.name, **task.inputs).chosen
-            requested = None if backend == chosen else backend
+            with torch.no_grad(), explaining() as choices:
+                spec.function(**task.inputs)
+            requested = None if backend == choices[0].chosen else backend
             if spec.prepare(task.inputs) is task.inputs:
                 return lambda inputs: spec.function(**inputs, backend=requested)
             return _with_prepared_inputs(spec, requested)

@@ -15,9 +15,10 @@ import torch
 from subprocesses import environment
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import cases, generation, model, rows, run
+from benchmarks import cases, generation, implementations, model, rows, run
 from benchmarks.cases import Group
 from benchmarks.generation import Decoded, DecodeSize, GenerationBenchmark
 from benchmarks.implementations import Implementation, Task, can_import
@@ -25,12 +26,13 @@ from benchmarks.model import MODEL, ModelBenchmark, _set_dropout
 from benchmarks.op_benchmark import OpBenchmark, _checked_rows
 from benchmarks.rows import ROOT
 from benchmarks.runner import Runner, Settings
+from fastattn.ops._select import explaining
 from fastattn.ops.attention.spec_workloads import (
     SCORE_CHANGES,
     packed_workload,
     padded_workload,
 )
-from fastattn.testing.spec import Inputs, Workload
+from fastattn.testing.spec import Inputs, Workload, all_specs
 from fastattn.testing.timing import (
     Plan,
 )
@@ -391,6 +393,31 @@ def test_modules_are_found_without_importing(
         assert can_import(name), name
     for name in ("some_kernels.norms", "some_kernels.inner.other", "no_kernels", "no_kernels.a"):
         assert not can_import(name), name
+
+
+@pytest.mark.parametrize("page", [None, 16])
+def test_the_automatic_choice_is_called_without_its_name(page: int | None) -> None:
+    called = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, op: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if op.namespace == "fastattn":
+                called.append(op._overloadname)
+            return op(*args, **kwargs or {})
+
+    workload = padded_workload("tiny", 2, 2, 32, 16, ("cpu",), M=1, page=page)
+    inputs = workload.make(CPU, torch.float32, torch.Generator())
+    spec = all_specs()["attention"]
+    with torch.no_grad(), explaining() as choices:
+        spec.function(**inputs)
+    for each in implementations.fastattn_backends(spec, "cpu"):
+        forward = each.build(Task("attention", workload, CPU, torch.float32, inputs))
+        called.clear()
+        with torch.no_grad(), Record():
+            forward(inputs)
+        assert called == ["default" if each.backend == choices[0].chosen else "backend"]
 
 
 def test_peers_refuse_what_they_cannot_do() -> None:

@@ -325,9 +325,12 @@ def _survey(model: Any) -> _Survey:
         for name, value in state.items():
             if name not in _NOT_SETTINGS:
                 found += [name, _setting(value)]
-        for tensor in (*state["_parameters"].values(), *state["_buffers"].values()):
+        parameters, buffers = state["_parameters"].values(), state["_buffers"].values()
+        # Steps read parameters in place; those that were replaced are not kept.
+        found += [_place(p) if type(p) in _PLAIN else _setting(p) for p in parameters]
+        found += map(_setting, buffers)
+        for tensor in (*parameters, *buffers):
             if tensor is not None:
-                found.append(_setting(tensor))
                 devices.add(tensor.device)
                 if type(tensor) not in _PLAIN:
                     why = f"is of a model with a {type(tensor).__name__}, as of a {kind.__name__}"
@@ -364,13 +367,14 @@ def _drops(state: dict[str, Any]) -> bool:
 
 
 class _Same:
-    """Compares an object by identity, or by the address and layout of a tensor. It is kept, so that
-    no other gets its address.
+    """Compares an object by identity, or a tensor by its place. It is kept, so that no other gets
+    its address: a tensor without its graph.
     """
 
-    def __init__(self, value: Any, layout: Hashable = None) -> None:
-        self.value = value
-        self.key = id(value) if layout is None else layout
+    def __init__(self, value: Any) -> None:
+        is_tensor = type(value) in _PLAIN
+        self.value = value.detach() if is_tensor else value
+        self.key: Hashable = _place(value) if is_tensor else id(value)
 
     def __eq__(self, other: Any) -> bool:
         return isinstance(other, _Same) and self.key == other.key
@@ -379,12 +383,14 @@ class _Same:
         return hash(self.key)
 
 
+def _place(tensor: Tensor) -> Hashable:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
 def _setting(value: Any) -> Hashable:
-    """A hashable value that differs if an attribute, parameter or buffer has changed."""
+    """A hashable value that differs if an attribute or buffer has changed."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if type(value) in _PLAIN:
-        return _Same(value, (value.data_ptr(), value.dtype, value.shape, value.stride()))
     if isinstance(value, dict):
         return tuple((_setting(key), _setting(item)) for key, item in value.items())
     if isinstance(value, list | tuple):

@@ -50,12 +50,12 @@ def _load_failure(library: str) -> str | None:
             f"{'nvcc' if library in _BUILD else 'a compiler'} installed, "
             f"`{_BUILD.get(library, 'pip install --no-build-isolation .')}` builds it"
         )
-    if library == "cpu" and _CPU_INTERFACE not in path.read_bytes():
-        return (
-            f"has a native library from other sources, {path.name}: "
-            "`pip install --no-build-isolation .` builds it again"
-        )
     try:
+        if library == "cpu" and _CPU_INTERFACE not in path.read_bytes():
+            return (
+                f"has a native library from other sources, {path.name}: "
+                "`pip install --no-build-isolation .` builds it again"
+            )
         torch.ops.load_library(str(path))
     except OSError as error:
         return f"cannot load its native library {path.name}: {error}"

@@ -24,6 +24,8 @@ from fastattn.ops.layer_norm import cpu
 from fastattn.ops.layer_norm.calls import LayerNormCall
 from fastattn.testing.spec import all_specs
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 def test_absent_and_broken_libraries_are_reasons(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -40,6 +42,12 @@ def test_absent_and_broken_libraries_are_reasons(
     assert "cannot load" in (cpu.layer_norm_fwd_unsupported(call) or "")
     with pytest.raises(RuntimeError, match="cannot load"):
         _native.usable_cpu_isas()
+
+
+def test_sources_have_the_interface_that_the_package_expects() -> None:
+    """Otherwise a new library would be refused, and tests that need it skipped."""
+    source = (ROOT / "csrc" / "cpu" / "module_cpu.cpp").read_text()
+    assert f'"{_native._CPU_INTERFACE[:-1].decode()}"' in source
 
 
 def test_a_library_without_an_op_is_to_be_built_again(make_op: MakeOp) -> None:

@@ -548,6 +548,7 @@ def losses_of_lengths_like_those_of_shards() -> None:
         torch.testing.assert_close(found, expected * sizes.get("data", 1))
 
 
+@pytest.mark.slow
 def test_of_four() -> None:
     in_processes(
         data_alone,

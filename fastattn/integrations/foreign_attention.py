@@ -156,7 +156,7 @@ def _with_table(kind: Any, is_causal: Callable[[Any], bool]) -> Methods:
 
 
 def _is_chosen(module: Any) -> bool:
-    return bool(module.config._attn_implementation == huggingface.NAME)
+    return module.config._attn_implementation in huggingface.NAMES
 
 
 def _is_plain_table(table: Any, distance: int, causal: bool) -> bool:

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
-from fastattn.integrations.huggingface import NAME
+from fastattn.integrations.huggingface import NAMES
 from fastattn.nn.fusion import linear, modules_of
 from fastattn.nn.step_graph import Tape, recorded
 
@@ -346,7 +346,7 @@ def _survey(model: Any) -> _Survey:
             why = f"is of a model with its own forward, as of a {kind.__name__}"
         elif state["training"] and _drops(state):
             why = f"is of a model with dropout in training mode, as of a {kind.__name__}"
-        elif (attention := getattr(config, "_attn_implementation", NAME)) != NAME:
+        elif (attention := getattr(config, "_attn_implementation", NAMES[0])) not in NAMES:
             why = f"is of a model with attn_implementation={attention!r}"
     if len(devices) != 1:
         why = "is of a model on several devices"

@@ -27,7 +27,7 @@ from fastattn import functional
 from fastattn.integrations import foreign_attention
 from fastattn.integrations.sdpa import AttentionMode
 from fastattn.nn import norm
-from fastattn.nn.conversion import script_original
+from fastattn.nn.conversion import names, script_original
 from fastattn.nn.fusion import is_plain_tensor
 
 Forward = Callable[..., Tensor]
@@ -332,21 +332,41 @@ def _with_attention(kind: Any) -> Forward:
     return forward
 
 
-def calls_sdpa(forward: types.FunctionType) -> bool:
-    """Whether its calls of scaled_dot_product_attention may be computed by `attention`."""
-    names = forward.__code__.co_names
-    chosen = {"sdpa_kernel", "sdp_kernel"} & set(names)  # a backend that the class itself chose
-    return "scaled_dot_product_attention" in names and not chosen
+@functools.cache
+def names_in(kind: Any) -> frozenset[str]:
+    """The names of globals and attributes in the methods of a module's class."""
+    found: set[str] = set()
+    for base in kind.__mro__:
+        for method in () if base.__module__.startswith("torch.") else vars(base).values():
+            function = inspect.unwrap(getattr(method, "__func__", method))
+            if isinstance(function, types.FunctionType):
+                found |= names(function.__code__)
+    return frozenset(found)
+
+
+def calls_sdpa(kind: Any) -> bool:
+    """Whether the code of its `forward` calls scaled_dot_product_attention."""
+    return "scaled_dot_product_attention" in kind.forward.__code__.co_names
 
 
 # -- recognizing ----------------------------------------------------------------------------------
-@functools.cache
-def drop_in(kind: type[nn.Module]) -> type[nn.Module] | None:
-    """The drop-in for a class of another package; None if its code is none of the forms."""
-    original: Any = getattr(kind, "forward", None)
+def drop_in(kind: Any, was_seen: bool = False) -> type[nn.Module] | None:
+    """The drop-in for a class of another package; None if its code is none of the forms.
+
+    was_seen: whether it was seen to call scaled_dot_product_attention, wherever in its code.
+    """
+    original = getattr(kind, "forward", None)
     of_torch = kind.__module__.startswith("torch.")
     if not isinstance(original, types.FunctionType) or of_torch or "replaces" in kind.__dict__:
         return None
+    if {"sdpa_kernel", "sdp_kernel"} & names_in(kind):  # a backend that the class itself chose
+        return _made(kind, False)
+    return _made(kind, was_seen or calls_sdpa(kind))
+
+
+@functools.cache
+def _made(kind: Any, has_sdpa: bool) -> type[nn.Module] | None:
+    original = kind.forward
     for published, make in _FORMS:
         if _has_code(kind, published):
             methods: dict[str, Any] = {"forward": make(kind)}
@@ -357,14 +377,14 @@ def drop_in(kind: type[nn.Module]) -> type[nn.Module] | None:
                 methods = make_methods(kind)
                 break
         else:
-            if not calls_sdpa(original):
+            if not has_sdpa:
                 return None
             methods = {"forward": _with_attention(kind)}
     script_original(functools.wraps(original)(methods["forward"]), original)
 
     def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
         _, _, *state = super(made, self).__reduce_ex__(protocol)
-        return _rebuild, (kind,), *state
+        return _rebuild, (kind, has_sdpa), *state
 
     made: type[nn.Module] = type(
         kind.__name__,
@@ -380,8 +400,9 @@ def drop_in(kind: type[nn.Module]) -> type[nn.Module] | None:
     return made
 
 
-def _rebuild(kind: Any) -> Any:
-    made = drop_in(kind) or kind  # where it is unpickled, the class may be that of another version
+def _rebuild(kind: Any, was_seen: bool = False) -> Any:
+    # Where it is unpickled, the class may be that of another version.
+    made = drop_in(kind, was_seen) or kind
     return made.__new__(made)
 
 

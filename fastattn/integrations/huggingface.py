@@ -1,16 +1,26 @@
 """`attn_implementation="fastattn"` for the models of Hugging Face `transformers`.
 
-`register()` registers two functions under that name: the attention and its mask function. Masks
-keep their broadcast shape; a padding mask is `[B, 1, 1, N]`. No mask is read to find out whether it
-can be dropped, which would synchronise with the GPU: the kernels skip empty tiles. Queries with no
-allowed key, such as left padding, get zeros.
+`register()` registers an attention function and a mask function under two names, which differ as
+transformers' own "sdpa" and "eager" do:
+
+- "fastattn": masks are boolean, True = may attend, and where there is none, `module.is_causal` says
+  whether attention is causal. A mask of padding alone is an expanded view of `[B, 1, 1, N]`. No
+  mask is read to find out whether it can be dropped, which would synchronise with the GPU: the
+  kernels skip empty tiles.
+- "fastattn_eager": masks are explicit and additive, and no mask means that nothing is masked.
+  Models without SDPA support are only known to be right so: their own code may add the mask to
+  scores, and their `is_causal` may say nothing. For them "fastattn" means "fastattn_eager".
+
+Queries with no allowed key, such as left padding, get zeros.
 
 Shapes, as in transformers: query `[B, H, M, D]`, key `[B, K, N, D]`, value `[B, K, N, E]`, result
 `[B, M, H, E]`.
 """
 
+import functools
 import importlib
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +31,8 @@ from fastattn import functional
 from fastattn.integrations.relative_bias import RelativeBias
 
 NAME = "fastattn"
+EAGER_NAME = "fastattn_eager"
+NAMES = (NAME, EAGER_NAME)
 CACHED = "_fastattn_cached"  # of keys in a cache: the function that attends to them
 _OLDEST = (5, 4)  # the first whose mask functions take `q_length` and `q_offset`
 # Arguments that some models pass and `attention` would ignore.
@@ -37,7 +49,8 @@ _masking_utils: Any = None
 
 
 def register() -> None:
-    """Registers `attn_implementation="fastattn"` with `transformers`; may be called again.
+    """Registers `attn_implementation="fastattn"`, and "fastattn_eager", with `transformers`; may be
+    called again.
 
     Raises ImportError without `transformers` 5.4 or newer.
     """
@@ -53,6 +66,8 @@ def register() -> None:
     _masking_utils = importlib.import_module("transformers.masking_utils")
     transformers.AttentionInterface.register(NAME, attention_forward)
     transformers.AttentionMaskInterface.register(NAME, attention_mask)
+    transformers.AttentionInterface.register(EAGER_NAME, eager_attention_forward)
+    transformers.AttentionMaskInterface.register(EAGER_NAME, _masking_utils.eager_mask)
 
 
 def attention_forward(
@@ -93,7 +108,9 @@ def attention_forward(
         query = query.expand(key.shape[0], -1, -1, -1)
     if key.shape[0] == 1 != query.shape[0]:  # one memory for all sentences
         key, value = (heads.expand(query.shape[0], -1, -1, -1) for heads in (key, value))
-    if is_causal is None:
+    if _is_eager(type(getattr(module, "config", None))):
+        is_causal = False
+    elif is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     causal = attention_mask is None and is_causal and query.shape[2] > 1
     M, N = query.shape[2], key.shape[2]
@@ -117,6 +134,19 @@ def attention_forward(
     return out.transpose(1, 2).contiguous(), weights
 
 
+def eager_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """As `attention_forward`, but only the mask blocks keys: is_causal is not read."""
+    return attention_forward(module, query, key, value, attention_mask, is_causal=False, **kwargs)
+
+
 def attention_mask(
     batch_size: int,
     q_length: int,
@@ -128,8 +158,9 @@ def attention_mask(
     config: Any = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The mask function of `transformers`: bool, True = may attend. None where nothing is blocked
-    or `is_causal` expresses the mask.
+    """The mask function of `transformers`: bool `[B, 1, M, N]`, True = may attend. None where
+    nothing is blocked or `is_causal` expresses the mask. For a model without SDPA support, what
+    `masking_utils.eager_mask` returns.
 
     attention_mask: `[B, N]`, False = padding. The other arguments are those of
     `masking_utils.sdpa_mask`.
@@ -144,6 +175,18 @@ def attention_mask(
         _check_exchangeable(config)
     if mask_function is None:
         mask_function = masking_utils.causal_mask_function
+    if _is_eager(type(config)):
+        return masking_utils.eager_mask(  # type: ignore[no-any-return]
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            config=config,
+            **kwargs,
+        )
     skips = {
         name: kwargs.pop(name, default)
         for name, default in (
@@ -158,7 +201,9 @@ def attention_mask(
             padding: Tensor = masking_utils.prepare_padding_mask(  # type: ignore[assignment]
                 attention_mask, kv_length, kv_offset
             )
-            return padding[:, None, None, kv_offset : kv_offset + kv_length]
+            padding = padding[:, None, None, kv_offset : kv_offset + kv_length]
+            # Of the full shape, as some models combine it with others: a view.
+            return padding.expand(-1, -1, q_length, -1)
     if (
         skips["allow_is_causal_skip"]
         and mask_function is masking_utils.causal_mask_function
@@ -194,13 +239,38 @@ def _with_bias(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
 
 
 def _check_exchangeable(config: Any) -> None:
-    kind = type(config)
+    if not _support(type(config))[0]:
+        raise NotImplementedError(
+            f"attn_implementation={NAME!r} needs a model whose attention transformers can "
+            f"replace, got one of {type(config).__name__}"
+        )
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_eager(kind: type) -> bool:
+    """Whether models with this class of configuration have eager attention only."""
+    return not _support(kind)[1]
+
+
+def _support(kind: type) -> tuple[bool, bool]:
+    """Whether transformers can replace the attention of the models with this class of
+    configuration, and whether any of them supports SDPA; True where the models are not known.
+    """
     modeling = sys.modules.get(kind.__module__.replace("configuration_", "modeling_"))
-    for model in vars(modeling).values() if modeling is not None else ():
-        if not isinstance(model, type) or model.__module__ != modeling.__name__:  # type: ignore[union-attr]
-            continue
-        if not getattr(model, "_can_set_attn_implementation", lambda: True)():
-            raise NotImplementedError(
-                f"attn_implementation={NAME!r} needs a model whose attention transformers can "
-                f"replace, got one of {kind.__name__}"
-            )
+    return (True, True) if modeling is None else _support_in(modeling, kind)
+
+
+@functools.cache
+def _support_in(modeling: types.ModuleType, kind: type) -> tuple[bool, bool]:
+    models = [
+        model
+        for model in vars(modeling).values()
+        if isinstance(model, type)
+        and model.__module__ == modeling.__name__
+        and hasattr(model, "_can_set_attn_implementation")
+    ]
+    sdpa = [model._supports_sdpa for model in models if model.config_class is kind]  # type: ignore[attr-defined]
+    return (
+        all(model._can_set_attn_implementation() for model in models),  # type: ignore[attr-defined]
+        not sdpa or any(sdpa),
+    )

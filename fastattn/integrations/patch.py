@@ -2,9 +2,12 @@
 
 Modules of exactly torch's classes are converted (nn/conversion.py), and modules of other packages
 whose code is known (foreign_modules.py). Models of Hugging Face `transformers` get fastattn as
-their `attn_implementation`. The report lists what was not replaced, with the reason.
+their `attn_implementation`: "fastattn" where they used SDPA or FlashAttention, "fastattn_eager"
+where they ran eager attention (huggingface.py). The report lists what was not replaced, with the
+reason. With an example, results before and after are compared (example.py).
 """
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -14,10 +17,12 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from fastattn.integrations import foreign_generation, foreign_modules, huggingface
+from fastattn.integrations.example import Conversion, Example
 from fastattn.nn.conversion import DROP_INS, convert_class, restore
 
 # In the __dict__ of a `transformers` model: [(config, its previous attention implementation)].
 _ATTENTION_BEFORE = "_fastattn_attention_before"
+_NORMS = ("LayerNorm", "RMSNorm")
 
 
 @dataclass
@@ -27,33 +32,40 @@ class PatchReport:
     replaced: module name -> previous class. attention: name of a `transformers` model -> its class
     and previous attention. generate: name of a model whose `generate` runs on a static cache ->
     the reasons for which calls ran the model's own path, with the number of these calls; it is kept
-    up to date. kept: name of a module that was not replaced -> the reason.
+    up to date. already: module name -> class of what an earlier call replaced, or what fastattn
+    computed before. kept: name of a module that was not replaced -> the reason. example: how far
+    the results for the example differ, None without one. unused: replaced modules that the example
+    did not run, so that nothing is known of their results.
     """
 
     model: nn.Module = field(repr=False)
     replaced: dict[str, str] = field(default_factory=dict)
     attention: dict[str, str] = field(default_factory=dict)
     generate: dict[str, dict[str, int]] = field(default_factory=dict)
+    already: dict[str, str] = field(default_factory=dict)
     kept: dict[str, str] = field(default_factory=dict)
+    example: str | None = None
+    unused: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        kinds: dict[str, list[str]] = {}
-        for name, kind in self.replaced.items():
-            kinds.setdefault(kind, []).append(name or "the model itself")
         lines = [f"fastattn.patch: {len(self.replaced)} modules of {type(self.model).__name__}"]
-        lines += [f"  {len(names):3d} {kind}: {_some(names)}" for kind, names in kinds.items()]
+        lines += _by_value(self.replaced)
         for name, before in self.attention.items():
-            lines.append(f"      attention of {name or 'the model itself'} ({before})")
+            lines.append(f"      attention of {_shown(name)} ({before})")
         for name, calls in self.generate.items():
-            lines.append(f"      generate of {name or 'the model itself'}")
+            lines.append(f"      generate of {_shown(name)}")
             lines += [f"  {count:5d} calls by its own path: the call {why}"
                       for why, count in calls.items()]  # fmt: skip
-        reasons: dict[str, list[str]] = {}
-        for name, why in self.kept.items():
-            reasons.setdefault(why, []).append(name or "the model itself")
-        if reasons:
-            lines.append("left as they were:")
-        lines += [f"  {len(names):3d} {why}: {_some(names)}" for why, names in reasons.items()]
+        if self.already:
+            lines += ["used fastattn already:", *_by_value(self.already)]
+        if self.kept:
+            lines += ["left as they were:", *_by_value(self.kept)]
+        if self.example is not None:
+            lines.append(f"example: {self.example}")
+        if self.unused:
+            lines.append(
+                f"  {len(self.unused):3d} replaced modules did not run: {_some(self.unused)}"
+            )
         return "\n".join(lines)
 
     def __enter__(self) -> "PatchReport":
@@ -75,7 +87,12 @@ class PatchReport:
         )
 
 
-def patch(model: nn.Module, *, quiet: bool = False) -> PatchReport:
+def patch(
+    model: nn.Module,
+    *,
+    example: Mapping[str, Any] | tuple[tuple[Any, ...], Mapping[str, Any]] | None = None,
+    quiet: bool = False,
+) -> PatchReport:
     """Replaces the modules of `model` for which fastattn has drop-ins, in place.
 
     These are `nn.MultiheadAttention`, `nn.Transformer`, its encoder and decoder and their layers,
@@ -85,21 +102,54 @@ def patch(model: nn.Module, *, quiet: bool = False) -> PatchReport:
     their encoder-decoders runs on a static cache. Results and gradients stay the same up to
     rounding, except that a query whose keys are all masked gets a zero context.
 
+    example: keyword arguments of the model, or `(args, kwargs)`. The model runs on them in eval
+    mode without gradients, before and after, with the same random state; every floating-point
+    output is compared, except at positions that the example marks as padding. Where a result
+    differs by more than rounding explains, the modules responsible are found by bisection and
+    reverted, and the report says so. Rounding is estimated by Monte Carlo arithmetic (Parker,
+    1997): three runs of the original model in which the inputs and results of the modules to be
+    replaced are perturbed by one unit of their dtype's precision. With an example, modules that
+    call `scaled_dot_product_attention` outside their `forward`, such as in a processor object, are
+    replaced, too.
+
     Returns a report of what was and was not replaced, and prints it unless `quiet`.
     `unpatch(model)`, or leaving `with fastattn.patch(model):`, reverts it. Patching a model again
     replaces only what is new.
+
+    Raises TypeError for a model or an example of another type, ValueError for an example without
+    floating-point outputs, and what the model itself raises on the example; in all these cases the
+    model stays as it was.
     """
     _check(model)
+    run = None if example is None else Example(model, example)
     report = PatchReport(model)
+    try:
+        _convert(report, run)
+        if run is not None:
+            _compare(run, report)
+    except BaseException:
+        report.__exit__(None, None, None)
+        raise
     for name, module in model.named_modules():
-        if _is_transformers_model(module) and not any(
-            name.startswith(f"{outer}.") or not outer for outer in report.attention
-        ):
+        _switch_generation(name, module, report)
+    if not quiet:
+        print(report)
+    return report
+
+
+def _convert(report: PatchReport, run: Example | None) -> None:
+    for name, module in report.model.named_modules():
+        if _is_transformers_model(module) and not _is_inside(name, report.attention):
             _switch_attention(name, module, report)
         kind: Any = type(module)
-        drop_in = DROP_INS.get(kind) or foreign_modules.drop_in(kind)
+        calls_sdpa = run is not None and id(module) in run.sdpa_callers
+        if _is_transformers_model(module) or _is_reported(name, module, report):
+            calls_sdpa = False  # the model of the attention is converted, or kept with a reason
+        drop_in = DROP_INS.get(kind) or foreign_modules.drop_in(kind, calls_sdpa)
         why: str | None = None
         if drop_in is None:
+            if kind.__dict__.get("replaces") is not None:
+                report.already[name] = kind.__dict__["replaces"].__name__
             why = _why_kept(name, module, report)
         elif parametrize.is_parametrized(module):
             why = "is parametrized"
@@ -110,11 +160,6 @@ def patch(model: nn.Module, *, quiet: bool = False) -> PatchReport:
             convert_class(module, drop_in)
         if why is not None:
             report.kept[name] = why
-    for name, module in model.named_modules():
-        _switch_generation(name, module, report)
-    if not quiet:
-        print(report)
-    return report
 
 
 def unpatch(model: nn.Module) -> None:
@@ -132,9 +177,7 @@ def _revert(modules: dict[str, nn.Module]) -> None:
     restore(modules)
     for module in modules.values():
         module.__dict__.pop(foreign_generation.STATE, None)
-        # Outer models first.
-        for config, implementation in module.__dict__.pop(_ATTENTION_BEFORE, ()):
-            config._attn_implementation = implementation
+        _set_attention(module.__dict__.pop(_ATTENTION_BEFORE, ()))
 
 
 def _check(model: Any) -> None:
@@ -151,6 +194,26 @@ def _is_transformers_model(module: nn.Module) -> bool:
     )
 
 
+class _Implementations(list[tuple[Any, str]]):
+    """Configurations of `transformers` and their attention. A process that unpickles a patched
+    model thereby registers the attention that it needs.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _registered, (list(self),)
+
+
+def _registered(implementations: list[tuple[Any, str]]) -> _Implementations:
+    huggingface.register()
+    return _Implementations(implementations)
+
+
+def _set_attention(implementations: Iterable[tuple[Any, str]]) -> None:
+    """Outer models first: setting theirs sets that of the inner ones."""
+    for config, implementation in implementations:
+        config._attn_implementation = implementation
+
+
 def _switch_attention(name: str, model: Any, report: PatchReport) -> None:
     """Sets fastattn as the attention of a `transformers` model and of the models it contains."""
     if not getattr(model, "_can_set_attn_implementation", lambda: False)():
@@ -158,6 +221,8 @@ def _switch_attention(name: str, model: Any, report: PatchReport) -> None:
         if not any(_is_replaceable(module, implementation) for module in model.modules()):
             report.kept[name] = "has an attention that transformers cannot replace"
         return
+    if not any(map(_uses_interface, model.modules())):
+        return  # attentions that compute scores themselves are reported one by one
     configs: dict[int, Any] = {}
     _collect_configs(model.config, configs)
     for module in model.modules():
@@ -169,13 +234,24 @@ def _switch_attention(name: str, model: Any, report: PatchReport) -> None:
     if (why := _why_unsupported(model)) is not None:
         report.kept[name] = why
         return
-    before = [(config, config._attn_implementation) for config in configs.values()]
-    if all(implementation == huggingface.NAME for _, implementation in before):
-        return
+    before = _Implementations((c, c._attn_implementation) for c in configs.values())
     huggingface.register()
     model.set_attn_implementation(huggingface.NAME)
+    after = [(config, _as_before(config, was)) for config, was in before]
+    _set_attention(after)
+    if [is_now for _, is_now in after] == [was for _, was in before]:
+        report.already[name] = f"attention of {type(model).__name__}"
+        return
     model.__dict__.setdefault(_ATTENTION_BEFORE, before)
     report.attention[name] = f"{type(model).__name__}, {before[0][1]}"
+
+
+def _as_before(config: Any, before: str) -> str:
+    """The form of fastattn's attention that has the semantics of the previous one."""
+    now: str = config._attn_implementation
+    if now == huggingface.NAME and before in ("eager", huggingface.EAGER_NAME):
+        return huggingface.EAGER_NAME
+    return now
 
 
 def _switch_generation(name: str, module: Any, report: PatchReport) -> None:
@@ -185,7 +261,7 @@ def _switch_generation(name: str, module: Any, report: PatchReport) -> None:
         not _is_transformers_model(module)
         or not getattr(module.config, "is_encoder_decoder", False)
         or not hasattr(module, "generate")
-        or module.config._attn_implementation != huggingface.NAME
+        or module.config._attn_implementation not in huggingface.NAMES
         or "replaces" in kind.__dict__
     ):
         return
@@ -197,13 +273,70 @@ def _switch_generation(name: str, module: Any, report: PatchReport) -> None:
     report.generate[name] = state.fallbacks
 
 
+def _compare(run: Example, report: PatchReport) -> None:
+    """Reverts the conversions that change the results of the example."""
+    conversions = []
+    for name, module in report.model.named_modules():
+        if name in report.attention:
+            conversions.append(_attention_conversion(name, module))
+        if name in report.replaced:
+            conversions.append(_class_conversion(name, module))
+            if id(module) not in run.ran:
+                report.unused.append(name)
+    for conversion in conversions:
+        conversion.set(False)
+    run.estimate_rounding({m: None for conversion in conversions for m in conversion.modules})
+    for conversion in conversions:
+        conversion.set(True)
+    for conversion, why in run.revert_causes(conversions):
+        report.kept[conversion.name] = why
+        del (report.attention if conversion.is_attention else report.replaced)[conversion.name]
+    report.example = run.summary()
+
+
+def _class_conversion(name: str, module: nn.Module) -> Conversion:
+    kind: Any = type(module)
+    return Conversion(
+        name,
+        kind.__dict__["replaces"].__name__,
+        [module],
+        convert=lambda: convert_class(module, kind),
+        revert=lambda: restore({name: module}),
+    )
+
+
+def _attention_conversion(name: str, model: nn.Module) -> Conversion:
+    before = model.__dict__[_ATTENTION_BEFORE]
+    after = [(config, config._attn_implementation) for config, _ in before]
+
+    def convert() -> None:
+        model.__dict__[_ATTENTION_BEFORE] = before
+        _set_attention(after)
+
+    return Conversion(
+        name,
+        type(model).__name__,
+        [module for module in model.modules() if _uses_interface(module)],
+        convert=convert,
+        revert=lambda: _set_attention(model.__dict__.pop(_ATTENTION_BEFORE)),
+        is_attention=True,
+    )
+
+
+def _uses_interface(module: nn.Module) -> bool:
+    """Whether the code of a module calls the attention function that its configuration names."""
+    kind: Any = type(module)
+    is_named = "ALL_ATTENTION_FUNCTIONS" in foreign_modules.names_in(kind)
+    return is_named and not _is_transformers_model(module)  # a model has methods that choose it
+
+
 def _is_replaceable(module: nn.Module, implementation: str) -> bool:
     """Whether there is a drop-in for this attention itself, whose code goes by `implementation`."""
     kind: Any = type(module)
     kind = kind.__dict__.get("replaces", kind)
     if not kind.__name__.endswith("Attention") or foreign_modules.drop_in(kind) is None:
         return False
-    return implementation == "sdpa" or not foreign_modules.calls_sdpa(kind.forward)
+    return implementation == "sdpa" or not foreign_modules.calls_sdpa(kind)
 
 
 def _why_unsupported(model: nn.Module) -> str | None:
@@ -235,12 +368,38 @@ def _why_kept(name: str, module: nn.Module, report: PatchReport) -> str | None:
             return f"is {kind.__name__}, a subclass of nn.{base.__name__}"
     if isinstance(module, torch.jit.ScriptModule):
         return "is compiled by torch.jit"
-    if kind.__name__.endswith(("LayerNorm", "RMSNorm")):
-        return f"is {kind.__name__}, not a norm of torch.nn"
-    switched = any(not outer or name.startswith(f"{outer}.") for outer in report.attention)
-    if kind.__name__.endswith("Attention") and not switched:
-        return f"is {kind.__name__}, which fastattn has no drop-in for"
+    for endings, why in ((_NORMS, "not a norm of torch.nn"),
+                         (("Attention",), "which fastattn has no drop-in for")):  # fmt: skip
+        if not kind.__name__.endswith(endings):
+            continue
+        inner = (type(child).__name__ for child in module.modules() if child is not module)
+        if any(child.endswith(endings) for child in inner):
+            return None  # a wrapper: what it wraps is reported
+        if _is_reported(name, module, report):
+            return None
+        return f"is {kind.__name__}, {why}"
     return None
+
+
+def _is_reported(name: str, module: nn.Module, report: PatchReport) -> bool:
+    """Whether the report of a `transformers` model includes this attention."""
+    models = report.attention.keys() | report.already.keys() | report.kept.keys()
+    return _uses_interface(module) and _is_inside(name, models)
+
+
+def _is_inside(name: str, outer: Iterable[str]) -> bool:
+    return any(not other or name.startswith(f"{other}.") for other in outer)
+
+
+def _by_value(names: dict[str, str]) -> list[str]:
+    groups: dict[str, list[str]] = {}
+    for name, value in names.items():
+        groups.setdefault(value, []).append(_shown(name))
+    return [f"  {len(group):3d} {value}: {_some(group)}" for value, group in groups.items()]
+
+
+def _shown(name: str) -> str:
+    return name or "the model itself"
 
 
 def _some(names: list[str]) -> str:

@@ -52,13 +52,13 @@ def script_original(forward: Any, original: Any) -> None:
     """
     forward.__wrapped__ = original
     known = original.__globals__
-    for name in _names(original.__code__) & known.keys():
+    for name in names(original.__code__) & known.keys():
         forward.__globals__.setdefault(name, known[name])
 
 
-def _names(code: CodeType) -> set[str]:
-    """The names of globals and attributes that a function reads."""
-    inner = (_names(const) for const in code.co_consts if isinstance(const, CodeType))
+def names(code: CodeType) -> set[str]:
+    """The names of globals and attributes in a function."""
+    inner = (names(const) for const in code.co_consts if isinstance(const, CodeType))
     return set(code.co_names).union(*inner)
 
 

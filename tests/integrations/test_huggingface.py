@@ -165,7 +165,7 @@ def test_patched_models(name: str) -> None:
             parameter.data.mul_(0.1)  # there is no scale: differences of large scores would grow
     expected, state = outcome(model, inputs, real), list(model.state_dict())
     with fastattn.patch(model, quiet=True) as report:
-        assert model.config._attn_implementation == "fastattn"
+        assert model.config._attn_implementation in huggingface.NAMES
         assert report.attention == {"": f"{type(model).__name__}, eager"}
         assert not report.kept
         norms = [m for m in model.modules() if type(m).__name__.endswith(("LayerNorm", "RMSNorm"))]
@@ -192,7 +192,7 @@ def test_a_patched_copy_is_restored_alone() -> None:
     other = copy.deepcopy(model)
     fastattn.unpatch(other)
     assert other.config._attn_implementation == "sdpa"
-    assert model.config._attn_implementation == "fastattn"
+    assert model.config._attn_implementation in huggingface.NAMES
 
 
 def test_training_with_dropout_follows_the_seed() -> None:
@@ -260,12 +260,12 @@ def test_no_mask_where_none_is_needed() -> None:
     padding = torch.tensor([[True, True, False], [True, True, True]])
     small = huggingface.attention_mask(2, 7, 3, attention_mask=padding, **bidirectional)
     assert small is not None
-    assert torch.equal(small, padding[:, None, None])
+    assert torch.equal(small, padding[:, None, None].expand(2, 1, 7, 3)) and small.stride(2) == 0
     behind = huggingface.attention_mask(
         2, 7, 2, kv_offset=1, attention_mask=padding, **bidirectional
     )
     assert behind is not None
-    assert torch.equal(behind, padding[:, None, None, 1:])
+    assert torch.equal(behind, padding[:, None, None, 1:].expand(2, 1, 7, 2))
     # Keys with an offset: not the causal mask of equal lengths.
     behind = huggingface.attention_mask(2, 5, 5, kv_offset=2)
     assert behind is not None

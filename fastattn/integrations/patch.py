@@ -7,6 +7,7 @@ where they ran eager attention (huggingface.py). The report lists what was not r
 reason. With an example, results before and after are compared (example.py).
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -22,7 +23,11 @@ from fastattn.nn.conversion import DROP_INS, convert_class, restore
 
 # In the __dict__ of a `transformers` model: [(config, its previous attention implementation)].
 _ATTENTION_BEFORE = "_fastattn_attention_before"
-_NORMS = ("LayerNorm", "RMSNorm")
+# Names of classes that resemble a supported one, and what is said of those that are kept.
+_RESEMBLING = (
+    (re.compile(r"(LayerNorm|RMSNorm)$"), "not a norm of torch.nn"),
+    (re.compile(r"(Attention|Attn|MHA)(XL|\dd)?$"), "which fastattn has no drop-in for"),
+)
 
 
 @dataclass
@@ -108,7 +113,7 @@ def patch(
     differs by more than rounding explains, the modules responsible are found by bisection and
     reverted, and the report says so. Rounding is estimated by Monte Carlo arithmetic (Parker,
     1997): three runs of the original model in which the inputs and results of the modules to be
-    replaced are perturbed by one unit of their dtype's precision. With an example, modules that
+    replaced are perturbed by rounding errors of their dtype. With an example, modules that
     call `scaled_dot_product_attention` outside their `forward`, such as in a processor object, are
     replaced, too.
 
@@ -139,7 +144,8 @@ def patch(
 
 def _convert(report: PatchReport, run: Example | None) -> None:
     for name, module in report.model.named_modules():
-        if _is_transformers_model(module) and not _is_inside(name, report.attention):
+        done = report.attention.keys() | report.already.keys()
+        if _is_transformers_model(module) and not _is_inside(name, done):
             _switch_attention(name, module, report)
         kind: Any = type(module)
         calls_sdpa = run is not None and id(module) in run.sdpa_callers
@@ -368,16 +374,13 @@ def _why_kept(name: str, module: nn.Module, report: PatchReport) -> str | None:
             return f"is {kind.__name__}, a subclass of nn.{base.__name__}"
     if isinstance(module, torch.jit.ScriptModule):
         return "is compiled by torch.jit"
-    for endings, why in ((_NORMS, "not a norm of torch.nn"),
-                         (("Attention",), "which fastattn has no drop-in for")):  # fmt: skip
-        if not kind.__name__.endswith(endings):
-            continue
-        inner = (type(child).__name__ for child in module.modules() if child is not module)
-        if any(child.endswith(endings) for child in inner):
-            return None  # a wrapper: what it wraps is reported
-        if _is_reported(name, module, report):
-            return None
-        return f"is {kind.__name__}, {why}"
+    for pattern, why in _RESEMBLING:
+        if pattern.search(kind.__name__):
+            inner = (type(child).__name__ for child in module.modules() if child is not module)
+            is_wrapper = any(map(pattern.search, inner))  # what it wraps is reported
+            if is_wrapper or _is_reported(name, module, report):
+                return None
+            return f"is {kind.__name__}, {why}"
     return None
 
 

@@ -678,7 +678,8 @@ def new_dropout_seed(device: torch.device | str) -> Tensor:
 
 def decompositions() -> dict[OpOverload, Callable[..., Any]]:
     """A table for `torch.export.ExportedProgram.run_decompositions`: each forward op of fastattn in
-    PyTorch's operators, for ONNX and for processes that do not have fastattn.
+    PyTorch's operators, for processes that do not have fastattn. `torch.onnx.export` needs
+    no table.
 
     They have the semantics of the ops, such as output 0 for a query that may attend no key, but not
     their speed. Dropout raises NotImplementedError: call `model.eval()` before exporting.

@@ -16,6 +16,7 @@ kernel. `_autograd.py` joins a forward and a backward op into a derivative.
 
 import functools
 import importlib
+import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -25,6 +26,11 @@ from torch import Tensor
 
 from fastattn.ops import _env, _launch, _select, _vmap
 from fastattn.ops._select import CPU_BACKEND, OPS, Backend
+
+try:
+    from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode as _TracingMode
+except ImportError:  # the module is not public
+    _TracingMode = None  # type: ignore[assignment, misc]
 
 LIBRARY = torch.library.Library("fastattn", "DEF")
 _Layout = tuple[Sequence[int], Sequence[int], torch.dtype]
@@ -144,15 +150,16 @@ class Op:
             key,
         )
         LIBRARY.impl(f"{name}.out", self._run_into, key)
-        for overload, count in (("", None), (".backend", -1)):
+        for overload, call, count in (("", self.default, None), (".backend", self.named, -1)):
+            qualified = f"fastattn::{name}{overload}"
             torch.library.register_fake(
-                f"fastattn::{name}{overload}",
-                lambda *args, count=count: self.as_declared(self.allocate(args[:count])),
-                lib=LIBRARY,
+                qualified, lambda *args, count=count: self._fake(args[:count]), lib=LIBRARY
             )
-        for overload, call in (("", self.default), (".backend", self.named)):
-            batching = _vmap.rule(self, call)
-            torch.library.register_vmap(f"fastattn::{name}{overload}", batching, lib=LIBRARY)
+            torch.library.register_vmap(qualified, _vmap.rule(self, call), lib=LIBRARY)
+            if _TracingMode is not None:
+                torch.library.register_torch_dispatch(
+                    qualified, _TracingMode, self._trace, lib=LIBRARY
+                )
         torch.library.register_fake(
             f"fastattn::{name}.out",
             lambda *args, **results: self.as_declared(tuple(results.values())),
@@ -185,6 +192,11 @@ class Op:
         }
 
     def _decompose(self, args: Sequence[Any]) -> tuple[Tensor, ...]:
+        if self.is_derivative:
+            raise NotImplementedError(
+                f"fastattn::{self.name} computes a derivative and has no decomposition: export a "
+                "model that computes none, or call fastattn.unpatch(model) before exporting"
+            )
         for name, value in zip(self.arguments, args, strict=True):
             if name.endswith("dropout_p") and value > 0:
                 raise NotImplementedError(
@@ -193,6 +205,24 @@ class Op:
                 )
         function = getattr(self.module(self._decomposition), self.name)
         return function(*args)  # type: ignore[no-any-return]
+
+    def _trace(
+        self, mode: Any, call: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Records the call in a graph; in torch.onnx.export, its decomposition."""
+        if not _in_onnx_export():
+            return mode.__torch_dispatch__(call, types, args, kwargs)
+        with mode:
+            return self.decompositions()[call](*args)
+
+    def _fake(self, args: Sequence[Any]) -> Any:
+        if _TracingMode is None and _in_onnx_export():
+            raise NotImplementedError(
+                f"torch.onnx.export cannot decompose fastattn::{self.name} with this torch: export "
+                "torch.export.export(model, args).run_decompositions(fastattn.decompositions()) "
+                "instead of the model, or call fastattn.unpatch(model) first"
+            )
+        return self.as_declared(self.allocate(args))
 
     # -- execution ---------------------------------------------------------------------------------
     def run(self, args: Sequence[Any], backend: str | None) -> tuple[Tensor, ...]:
@@ -354,6 +384,11 @@ class Op:
             return results
 
         return launch
+
+
+def _in_onnx_export() -> bool:
+    onnx = sys.modules.get("torch.onnx")  # importing it takes 0.1 s
+    return onnx is not None and onnx.is_in_onnx_export()
 
 
 def _in_layout(

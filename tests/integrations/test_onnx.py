@@ -18,6 +18,7 @@ from transformer_twins import CLASSES, B, E, H, S, T, build
 import fastattn
 import fastattn.nn as fnn
 from fastattn.nn.decoding import DecoderCache, LayerCache
+from fastattn.ops import _op
 from fastattn.testing import all_specs
 from fastattn.testing.check import Oracle
 from fastattn.testing.spec import OpSpec, Sample
@@ -28,7 +29,7 @@ pytest.importorskip("onnxruntime")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:enable_nested_tensor:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*axis name:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*(axis name|dynamic axes|in training mode):UserWarning"),
 ]
 
 
@@ -56,21 +57,18 @@ class Together(nn.Module):
 
 def export(module: nn.Module, *args: Any, **options: Any) -> Any:
     """The ONNX program; a call of it runs onnxruntime."""
-    shapes = options.pop("dynamic_shapes", None)
-    program = torch.export.export(module, args, dynamic_shapes=shapes)
-    program = program.run_decompositions(fastattn.decompositions())
-    return torch.onnx.export(program, dynamo=True, verbose=False, **options)
+    return torch.onnx.export(module, args, dynamo=True, verbose=False, **options)
 
 
 def operators(program: Any) -> set[str]:
     return {node.op_type for node in program.model.graph}
 
 
-def assert_agrees(program: Any, module: nn.Module, *args: Any) -> None:
+def assert_agrees(program: Any, module: nn.Module, *args: Any, tolerance: float = 1e-5) -> None:
     with torch.no_grad():
         expected = module(*args)
     expected = expected if isinstance(expected, tuple) else (expected,)
-    torch.testing.assert_close(tuple(program(*args)), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(tuple(program(*args)), expected, rtol=tolerance, atol=tolerance)
 
 
 # -- ops -------------------------------------------------------------------------------------------
@@ -144,16 +142,38 @@ def test_pages() -> None:
     assert_agrees(export(Module(), *args), Module(), *args)
 
 
-def test_topk_logsumexp() -> None:
-    call = functools.partial(torch.ops.fastattn.topk_logsumexp, first=3, count=4)
+def test_exported_program() -> None:
+    """Its ops are decomposed in the ONNX program alone."""
+    module = Together([functools.partial(torch.ops.fastattn.topk_logsumexp, first=3, count=4)])
     inputs = [{"logits": torch.randn(5, 50)}]
-    assert_agrees(export(Together([call]), inputs), Together([call]), inputs)
+    exported = torch.export.export(module, (inputs,))
+    assert_agrees(torch.onnx.export(exported, dynamo=True, verbose=False), module, inputs)
+    targets = [node.target for node in exported.run_decompositions().graph.nodes]
+    assert torch.ops.fastattn.topk_logsumexp.default in targets
 
 
-def test_dropout_is_refused() -> None:
+class Derivative(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        row = torch.ones(x.shape[0])
+        return torch.ops.fastattn.layer_norm_bwd(x, x, x[0], None, row, row, 1e-5, [True] * 3)
+
+
+def test_dropout_and_derivatives_are_refused() -> None:
     layer = build(fnn, "TransformerEncoderLayer", dropout=0.1)
     with pytest.raises(Exception, match=r"dropout_p=0\.1: call model\.eval\(\)"):
         export(layer, torch.randn(5, 2, E))
+    with pytest.raises(Exception, match="layer_norm_bwd computes a derivative"):
+        export(Derivative(), torch.randn(5, E))
+
+
+@pytest.mark.slow
+def test_torch_without_the_class_of_the_tracing_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_op, "_TracingMode", None)
+    norm, x = fnn.LayerNorm(E), torch.randn(5, E)
+    with pytest.raises(Exception, match=r"run_decompositions.*or call fastattn\.unpatch"):
+        export(norm, x)
+    program = torch.export.export(norm, (x,)).run_decompositions(fastattn.decompositions())
+    assert_agrees(torch.onnx.export(program, dynamo=True, verbose=False), norm, x)
 
 
 # -- modules ---------------------------------------------------------------------------------------
@@ -254,6 +274,98 @@ def test_modules() -> None:
         some = calls[start : start + _CALLS_OF_A_MODEL]
         together, inputs = Together([call for call, _ in some]), [tensors for _, tensors in some]
         assert_agrees(export(together, inputs), together, inputs)
+
+
+# -- patched models --------------------------------------------------------------------------------
+class Attention(nn.Module):
+    """As published models write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(E), nn.Linear(E, 3 * E)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, S, E = x.shape
+        q, k, v = self.qkv(self.norm(x)).reshape(B, S, 3, 2, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + y.transpose(1, 2).reshape(B, S, E)
+
+
+def test_patched_modules() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm = Attention(), nn.RMSNorm(E)
+            self.second = nn.TransformerEncoderLayer(E, H, 2 * E, batch_first=True)
+
+        def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+            return self.norm(self.second(self.first(x), src_key_padding_mask=padding))
+
+    torch.manual_seed(0)
+    model, args = Model().eval(), (torch.randn(B, S, E), padding_of(B, S))
+    report = fastattn.patch(model, quiet=True)
+    assert {"first", "first.norm", "norm", "second"} <= {*report.replaced} and not report.kept
+    assert_agrees(export(model, *args), model, *args)
+
+
+class Result(nn.Module):
+    """The first result of a model of transformers, called with the named arguments."""
+
+    def __init__(self, model: Any, names: Sequence[str]) -> None:
+        super().__init__()
+        self.model, self.names = model, names
+        model.config.use_cache = False
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return self.model(**dict(zip(self.names, args, strict=True)))[0]  # type: ignore[no-any-return]
+
+
+_SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+_SIZES |= {"intermediate_size": 48}
+PATCHED: dict[str, tuple[str, str, dict[str, int]]] = {
+    "bert": ("BertForMaskedLM", "BertConfig", _SIZES),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", _SIZES | {"num_key_value_heads": 2}),
+    "t5": (
+        *("T5ForConditionalGeneration", "T5Config"),
+        {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4},
+    ),
+    "vit": ("ViTModel", "ViTConfig", _SIZES | {"image_size": 16, "patch_size": 4}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*PATCHED, "bert-fp16"])
+def test_patched_transformers(name: str) -> None:
+    """With padding on the left, and other sizes than exported. For bf16 onnxruntime lacks kernels
+    of additions and products, with or without fastattn.
+    """
+    transformers = pytest.importorskip("transformers")
+    name, *half = name.split("-")
+    dtype, tolerance = (torch.float16, 1e-3) if half else (torch.float32, 1e-5)
+    kind, config, sizes = PATCHED[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, kind)(getattr(transformers, config)(**sizes, vocab_size=40))
+    model = model.eval().to(dtype)
+
+    def inputs(batch: int, length: int) -> dict[str, Tensor]:
+        if name == "vit":
+            return {"pixel_values": torch.randn(batch, 3, 16, 16, dtype=dtype)}
+        ids = torch.randint(3, 40, (batch, length))
+        mask = (torch.arange(length) >= torch.arange(batch)[:, None]).long()
+        text = {"input_ids": ids, "attention_mask": mask}
+        if name == "t5":
+            text |= {f"decoder_{key}": x[:, 1:] for key, x in text.items()}
+        return text
+
+    report = fastattn.patch(model, quiet=True)
+    assert report.attention and not report.kept
+    first = inputs(3, 9)
+    result = Result(model, [*first])
+    sizes_of = {2: {0: Dim.AUTO, 1: Dim.AUTO}, 4: {0: Dim.AUTO}}  # tokens and images
+    shapes = tuple(sizes_of[x.dim()] for x in first.values())
+    program = export(result, *first.values(), dynamic_shapes=(shapes,))
+    for args in (first, inputs(4, 6)):
+        assert_agrees(program, result, *args.values(), tolerance=tolerance)
 
 
 # -- decoding --------------------------------------------------------------------------------------

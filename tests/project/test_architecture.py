@@ -542,7 +542,8 @@ import sys, torch
 before = set(sys.modules)
 import fastattn
 new = set(sys.modules) - before
-assert not [m for m in new if m.split(".")[0] in ("triton", "numpy", "rich")], new
+assert not [m for m in new if m.split(".")[0] in ("triton", "numpy", "rich", "onnx")], new
+assert "torch.onnx" not in new
 last = {m.split(".")[-1] for m in new if m.startswith("fastattn.")}
 assert not last & {"triton", "cpu", "sm90", "spec", "testing", "_native"}, new
 assert not torch.ops.loaded_libraries, torch.ops.loaded_libraries

@@ -21,7 +21,9 @@ from fastattn import functional
 from fastattn.nn.fusion import is_plain_tensor
 
 NAME = "fastattn"
-_TOP_LEFT = 1  # the op's code; SDPA's is_causal means this
+# The op's code for the flash op's is_causal. SDPA passes is_causal with M == N alone, torch's
+# causal_lower_right with every M and N.
+_BOTTOM_RIGHT = 2
 
 
 def register() -> None:
@@ -73,8 +75,9 @@ def _forward(
         raise NotImplementedError("return_debug_mask=True is not supported by fastattn")
     seed = functional.new_dropout_seed(query.device) if dropout_p > 0.0 else None
     out, lse = torch.ops.fastattn.attention_fwd(
-        query, key, value, None, None, None, None, None, None, 0.0, _TOP_LEFT if is_causal else 0,
-        -1, -1, query.shape[-1] ** -0.5 if scale is None else scale, dropout_p, seed, 0,
+        query, key, value, None, None, None, None, None, None, 0.0,
+        _BOTTOM_RIGHT if is_causal else 0, -1, -1,
+        query.shape[-1] ** -0.5 if scale is None else scale, dropout_p, seed, 0,
     )  # fmt: skip
     # The seed is returned as torch's generator state, in the state's shape.
     state = (
@@ -105,7 +108,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     grads = torch.ops.fastattn.attention_bwd(
         grad_out.contiguous(), None, query, key, value, None, None, None, None, out, logsumexp,
-        None, None, 0.0, _TOP_LEFT if is_causal else 0, -1, -1,
+        None, None, 0.0, _BOTTOM_RIGHT if is_causal else 0, -1, -1,
         query.shape[-1] ** -0.5 if scale is None else scale, dropout_p,
         philox_seed.view(torch.int64)[:1] if dropout_p > 0.0 else None, 0,
         [True, True, True, False, False, False],

@@ -24,11 +24,14 @@ def on_cpu() -> Iterator[None]:
     handle.remove()
 
 
+@pytest.mark.parametrize("keys", [9, 13])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-def test_the_overridden_ops(on_cpu: None, causal: bool, dropout_p: float) -> None:
+def test_the_overridden_ops(on_cpu: None, causal: bool, dropout_p: float, keys: int) -> None:
+    """Their is_causal means "bottom_right", which torch's causal_lower_right relies on."""
     ops = torch.ops.aten
-    q, k, v, weights = torch.randn(4, 2, 3, 9, 8).unbind()
+    q, weights = torch.randn(2, 2, 3, 9, 8).unbind()
+    k, v = torch.randn(2, 2, 3, keys, 8).unbind()
     out, lse, _, _, M, N, seed, offset, _ = ops._scaled_dot_product_flash_attention(
         q, k, v, dropout_p, causal, scale=0.3
     )
@@ -38,7 +41,7 @@ def test_the_overridden_ops(on_cpu: None, causal: bool, dropout_p: float) -> Non
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
     expected, expected_lse = fastattn.attention(
         *inputs,
-        causal=causal,
+        causal="bottom_right" if causal else False,
         scale=0.3,
         dropout_p=dropout_p,
         dropout_seed=seed.view(torch.int64)[:1] if dropout_p else None,

@@ -24,6 +24,10 @@ _INTEGERS = (torch.int32, torch.int64)
 _DENSE = torch.strided
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, numbers.Real)  # NumPy scalars are Real
 _POSITIONS = 2**31  # offsets are int32
+_DEFAULT_FUNCTIONS: tuple[Any, ...] = (
+    Tensor.__torch_function__.__func__,  # type: ignore[attr-defined]
+    torch._C._disabled_torch_function_impl,
+)
 
 
 # Arguments of other packages' attention functions: fastattn's name, or what to do instead.
@@ -88,6 +92,15 @@ def check_tensor(name: str, x: Any) -> None:
     if x.layout is not _DENSE or x.is_nested:
         got = "a nested tensor" if x.is_nested else f"layout {x.layout}"
         raise TypeError(f"{name} must be a dense tensor, got {got}")
+
+
+def overrides_functions(x: Tensor) -> bool:
+    """Whether x's class has its own `__torch_function__`, so that x may mean more than its data."""
+    kind = type(x)
+    if kind is Tensor or kind is torch.nn.Parameter:
+        return False
+    function = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
+    return function not in _DEFAULT_FUNCTIONS
 
 
 def check_float(name: str, x: Any) -> None:
@@ -271,8 +284,55 @@ def check_mask(
 
 def check_mask_dtype(mask: Any) -> None:
     check_tensor("mask", mask)
+    check_holds_values("mask", mask)
+    if overrides_functions(mask):
+        raise TypeError(
+            f"mask must hold its values itself, got {type(mask).__name__}, which overrides "
+            "PyTorch's functions: if its data are the mask, pass mask.as_subclass(torch.Tensor)"
+        )
     if mask.dtype != torch.bool and mask.dtype not in _FLOATS:
         raise TypeError(f"mask must be bool or floating, got {mask.dtype}")
+
+
+def check_holds_values(name: str, mask: Any) -> None:
+    """Raises for a mask that is no tensor, and for torch's CausalBias, whose data are undefined."""
+    if type(mask) is Tensor:
+        return
+    if not isinstance(mask, Tensor):
+        check_tensor(name, mask)
+    if _is_causal_bias(mask):
+        raise TypeError(
+            f"{name} must hold its values, got CausalBias, which fastattn.attention and "
+            "attention_weights accept as their mask"
+        )
+
+
+def _is_causal_bias(mask: Any) -> bool:
+    if type(mask) is Tensor or not isinstance(mask, Tensor) or not overrides_functions(mask):
+        return False
+    from torch.nn.attention.bias import CausalBias  # here, because it imports torch._dynamo
+
+    return isinstance(mask, CausalBias)
+
+
+def aligned_mask(mask: Any, causal: Causal, M: int, N: int) -> tuple[Any, Causal]:
+    """The mask and `causal`. A `CausalBias` of torch.nn.attention, which holds no values, becomes
+    the `causal` that it stands for.
+    """
+    if not _is_causal_bias(mask) or not hasattr(mask, "variant"):
+        return mask, causal  # a view of a CausalBias has no attributes
+    kind: Causal = "top_left" if mask.variant.name == "UPPER_LEFT" else "bottom_right"
+    if mask.seq_len_q != M or mask.seq_len_kv != N:
+        raise ValueError(f"mask must be for {M} queries and {N} keys, got {_described(mask)}")
+    same = (kind, True, "top_left", "bottom_right") if M == N else (kind,)
+    if causal is not False and causal not in same:
+        wanted = f'False or "{kind}" with mask={_described(mask)}'
+        raise ValueError(f"causal must be {wanted}, got {causal!r}")
+    return None, kind
+
+
+def _described(bias: Any) -> str:
+    return f"causal_{bias.variant.name.lower()}({bias.seq_len_q}, {bias.seq_len_kv})"
 
 
 def in_four_dimensions(mask: Tensor) -> Tensor:

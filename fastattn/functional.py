@@ -27,6 +27,7 @@ from typing_extensions import Never, Unpack
 from fastattn import _jagged as jagged
 from fastattn._arguments import (
     Causal,
+    aligned_mask,
     autocast,
     causal_code,
     check_attention_inputs,
@@ -51,9 +52,11 @@ from fastattn._arguments import (
     sizes,
 )
 from fastattn._arguments import Lengths as Lengths
+from fastattn._arguments import check_holds_values as check_holds_values
 from fastattn._arguments import check_tensor as check_tensor
 from fastattn._arguments import is_on_host as is_on_host
 from fastattn._arguments import lengths_tensor as lengths_tensor
+from fastattn._arguments import overrides_functions as overrides_functions
 from fastattn._options import AddNormOptions, AttentionOptions, PaddedOptions
 from fastattn._paged import check_block_table, check_paged_inputs, refuse_gradients
 from fastattn._paged import first_differentiated as first_differentiated
@@ -154,6 +157,8 @@ def attention(
         mask: broadcastable to [B, H, M, N], or the result of `prepare_mask`. A bool mask is True
             where attention is allowed. A floating mask is added to the scores; values at or below
             finfo(mask.dtype).min block the pair. It gets a gradient if it requires one.
+            torch.nn.attention.bias.causal_lower_right(M, N) is the same as causal="bottom_right",
+            also for `window` and distances, causal_upper_left(M, N) as causal="top_left".
         key_lengths: int32 or int64 [B] or [B, M], or a list of B integers, which is copied to q's
             device; clamped to [0, N]. Keys from this position on are blocked.
         query_lengths: int32 or int64 [B], or a list of B integers, clamped to [0, M]. Queries from
@@ -236,6 +241,7 @@ def attention(
         B, H, M, D, N = check_paged_inputs(q, k, v, block_table)
     mask_tiles = None
     if mask is not None or key_lengths is not None or query_lengths is not None:
+        mask, causal = aligned_mask(mask, causal, M, N)
         mask, mask_tiles, key_lengths, query_lengths = check_restrictions(
             mask, key_lengths, query_lengths, B, H, M, N, q.device
         )
@@ -429,6 +435,7 @@ def attention_weights(
         refuse_unknown(attention_weights, unknown)
     q, k = autocast(q, k)
     B, H, M, D, N = check_attention_inputs(q, k, k)
+    mask, causal = aligned_mask(mask, causal, M, N)
     mask, _, key_lengths, query_lengths = check_restrictions(
         mask, key_lengths, query_lengths, B, H, M, N, q.device
     )

@@ -123,6 +123,11 @@ def is_supported(
 
     key_shards: the keys given are one of so many shards; the masks are for all keys.
     """
+    for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
+        if mask is not None:
+            functional.check_holds_values(name, mask)
+            if functional.overrides_functions(mask):
+                return False
     if is_parametrized(module.out_proj, "weight"):
         return False  # each read of a parametrized weight computes it
     rank = query.dim()
@@ -561,7 +566,10 @@ def check_padded_inputs(
         ("key_padding_mask", key_padding_mask, ((B, N),)),
         ("attn_mask", attn_mask, ((M, N), (B * module.num_heads, M, N))),
     ):
-        if mask is not None and not any(is_mask(mask, shape) for shape in shapes):
+        if mask is None:
+            continue
+        functional.check_holds_values(name, mask)
+        if not any(is_mask(mask, shape) for shape in shapes):
             wanted = " or ".join(str(list(shape)) for shape in shapes)
             raise ValueError(
                 f"{name} must be bool or floating, {wanted}, got {mask.dtype} {list(mask.shape)}"

@@ -17,19 +17,13 @@ from fastattn import functional
 from fastattn.functional import new_dropout_seed
 from fastattn.nn.sharding import SINGLE, Sharding
 
-_DEFAULT_FUNCTIONS: tuple[Any, ...] = (
-    Tensor.__torch_function__.__func__,  # type: ignore[attr-defined]
-    torch._C._disabled_torch_function_impl,
-)
-
 
 def is_plain_tensor(tensor: Tensor) -> bool:
     """Whether a tensor holds its values itself: no wrapper and no own `__torch_function__`."""
     kind = type(tensor)
     if kind is Tensor or kind is nn.Parameter:
         return not tensor.is_nested
-    function = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
-    return function in _DEFAULT_FUNCTIONS and not is_traceable_wrapper_subclass(tensor)
+    return not functional.overrides_functions(tensor) and not is_traceable_wrapper_subclass(tensor)
 
 
 def is_unmodified(module: nn.Module, *classes: type[nn.Module]) -> bool:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastattn import functional
 from fastattn.nn.attention import floating_mask, matching_masks
 from fastattn.nn.blocks import (
     decoder_layer,
@@ -79,7 +80,9 @@ class TransformerEncoderLayer(DropIn, nn.TransformerEncoderLayer):
     ) -> Tensor:
         if packing is not None:
             return packed_encoder_layer(self, src, packing, is_causal)
-        if src.is_nested or not are_masks(src_mask, src_key_padding_mask):
+        if src.is_nested or not are_masks(
+            src_mask=src_mask, src_key_padding_mask=src_key_padding_mask
+        ):
             return super().forward(src, src_mask, src_key_padding_mask, is_causal)
         mask, padding = matching_masks(
             src_mask, src_key_padding_mask, src.dtype, "src_mask", "src_key_padding_mask"
@@ -193,5 +196,8 @@ class TransformerDecoderLayer(DropIn, nn.TransformerDecoderLayer):
         )
 
 
-def are_masks(*masks: Tensor | None) -> bool:
-    return all(m is None or m.dtype is torch.bool or m.is_floating_point() for m in masks)
+def are_masks(**masks: Tensor | None) -> bool:
+    given = {name: mask for name, mask in masks.items() if mask is not None}
+    for name, mask in given.items():
+        functional.check_holds_values(name, mask)
+    return all(m.dtype is torch.bool or m.is_floating_point() for m in given.values())

@@ -68,7 +68,7 @@ class TransformerEncoder(DropIn, nn.TransformerEncoder):
     ) -> Tensor:
         if src_lengths is not None:
             return self._forward_lengths(src, mask, src_key_padding_mask, is_causal, src_lengths)
-        if src.is_nested or not are_masks(mask, src_key_padding_mask):
+        if src.is_nested or not are_masks(mask=mask, src_key_padding_mask=src_key_padding_mask):
             return super().forward(src, mask, src_key_padding_mask, is_causal)
         mask, padding = matching_masks(
             mask, src_key_padding_mask, src.dtype, "mask", "src_key_padding_mask"

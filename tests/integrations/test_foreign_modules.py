@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import rms_norm
 from torch.nn.utils import parametrizations
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -239,7 +240,7 @@ def test_norms_as_in_timm(name: str) -> None:
     original._fast_norm = False  # type: ignore[assignment]
 
 
-MASK = torch.rand(2, 1, 7, 7) > 0.3
+MASK, KEYS = torch.rand(2, 1, 7, 7) > 0.3, torch.randn(2, 3, 9, 8)
 CALLS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"is_causal": True},
@@ -338,6 +339,8 @@ def test_what_differs_stays() -> None:
         {"attn_mask": torch.zeros(7, 7, dtype=torch.float64)},
         {"attn_mask": torch.zeros(6, 7)},
         {"attn_mask": torch.zeros(7)},
+        {"attn_mask": causal_lower_right(7, 9), **dict.fromkeys(("key", "value"), KEYS)},
+        {"attn_mask": causal_lower_right(7, 7), "is_causal": True},
         {"dropout_p": 2.0},
         {"query": torch.randn(2, 6, 7, 8)},  # grouped heads without enable_gqa
         {"value": torch.randn(2, 3, 7, 8).bfloat16()},

@@ -219,7 +219,7 @@ def attention_context(
     scores: dict[str, Any] = {}
     if positions is not None:
         q, k = rotated_heads(positions, q, k, streams.sharding)
-        scores = positions.score_options()
+        scores = positions.score_options(q.device)
     kind = "top_left" if causal else False
     heads = attend(module, q, k, v, streams, mask=mask, causal=kind, **scores)
     return merge_heads(module, heads, query.dim())
@@ -239,7 +239,7 @@ def attend(
 ) -> Tensor:
     """The `attention` op on projected heads, with the module's dropout.
 
-    options: `AttentionPositions.score_options()`, `block_table`.
+    options: `AttentionPositions.score_options`, `block_table`.
     """
     p = float(module.dropout) if module.training else 0.0
     return sharding_of(module).attention(

@@ -222,7 +222,7 @@ class Step:
 
     def options(self, positions: AttentionPositions | None) -> dict[str, Any]:
         """The keyword arguments of a layer's self-attention with these positions."""
-        scores = {} if positions is None else positions.score_options()
+        scores = {} if positions is None else positions.score_options(self.key_lengths.device)
         if not scores or positions is None:
             return {"mask": self.cache.ancestry, "key_lengths": self.key_lengths}
         if self.cache.beams == 1:

@@ -204,7 +204,7 @@ def packed_context(
     scores: dict[str, Any] = {}
     if (positions := positions_of(attention)) is not None:
         q, k = positions.rotated(q, k, queries.positions)
-        scores = positions.score_options()
+        scores = positions.score_options(q.device)
     p = float(attention.dropout) if attention.training else 0.0
     heads = sharding_of(attention).attention_varlen(
         q,

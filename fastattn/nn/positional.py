@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastattn.nn.tables import ComputedTable
+
 
 class _PositionalEncoding(nn.Module):
     """Adds rows of a table, `[max_length, d_model]`, that the subclass provides."""
@@ -60,19 +62,16 @@ class _PositionalEncoding(nn.Module):
         return f"d_model={self.d_model}, max_length={self.max_length}"
 
 
-class SinusoidalPositionalEncoding(_PositionalEncoding):
+class SinusoidalPositionalEncoding(ComputedTable, _PositionalEncoding):
     """Column 2i holds sin(position / 10000^(2i / d_model)), column 2i + 1 the cosine of the same.
 
     Models of other libraries have variants. halves: all sines come before all cosines (Marian,
     Pegasus). inclusive: the exponents are i / (d_model / 2 - 1), so that the last one is 1
     (tensor2tensor, fairseq). first: the position of the first row (fairseq: 2).
 
-    The table is a buffer outside the `state_dict`: it follows the module's device, and checkpoints
-    do not depend on `max_length`. After `to_empty`, as for a model built on the meta device,
-    `reset_parameters` computes it again.
+    The table is a buffer outside the `state_dict`: it follows the module's device but not its
+    dtype, and checkpoints do not depend on `max_length`.
     """
-
-    table: Tensor
 
     def __init__(
         self,
@@ -88,12 +87,9 @@ class SinusoidalPositionalEncoding(_PositionalEncoding):
         if first < 0:
             raise ValueError(f"first must be at least 0, got {first}")
         self.halves, self.inclusive, self.first = halves, inclusive, first
-        self.register_buffer("table", self._computed(None), persistent=False)
+        self._register_table()
 
-    def reset_parameters(self) -> None:
-        self.table.copy_(self._computed(self.table.device))
-
-    def _computed(self, device: torch.device | None) -> Tensor:
+    def _computed(self, device: torch.device | str) -> Tensor:
         return sinusoids(
             self.max_length,
             self.d_model,
@@ -110,7 +106,7 @@ class SinusoidalPositionalEncoding(_PositionalEncoding):
         int64 `[1]`, `[S]` or, for sequences at different positions, `[B, S]`, is read only on the
         device and not checked, so that a step can be captured as a CUDA graph.
         """
-        return self._add(x, self.table, offset)
+        return self._add(x, self.table_on(x.device), offset)
 
 
 class LearnedPositionalEncoding(_PositionalEncoding):
@@ -133,7 +129,7 @@ class LearnedPositionalEncoding(_PositionalEncoding):
 def sinusoids(
     length: int,
     d_model: int,
-    device: torch.device | None = None,
+    device: torch.device | str | None = None,
     *,
     halves: bool = False,
     inclusive: bool = False,

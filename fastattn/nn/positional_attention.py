@@ -102,7 +102,7 @@ class PositionalMultiheadAttention(UnpackedMultiheadAttention):
         q, k = rotated_heads(self.positions, q, k)
         mask = allowed_mask(*masks, q.shape[0], self.num_heads)
         weights = functional.attention_weights(
-            q, k, mask=mask, scale=scale_of(self), **self.positions.score_options()
+            q, k, mask=mask, scale=scale_of(self), **self.positions.score_options(q.device)
         )
         weights = weights.to(q.dtype)
         if self.training and self.dropout > 0.0:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fastattn import functional
+from fastattn.nn.tables import ComputedTable
 
 PositionKind = Literal["alibi", "t5", "rotary"]
 POSITION_KINDS: tuple[PositionKind, ...] = ("alibi", "t5", "rotary")
@@ -24,8 +25,8 @@ class AttentionPositions(nn.Module):
     or `rotated`.
     """
 
-    def score_options(self) -> dict[str, Any]:
-        """Keyword arguments of `attention` and `attention_varlen`."""
+    def score_options(self, device: torch.device) -> dict[str, Any]:
+        """Keyword arguments of `attention` and `attention_varlen` for data on this device."""
         return {}
 
     def bias(self, d: Tensor) -> Tensor | None:
@@ -39,30 +40,7 @@ class AttentionPositions(nn.Module):
         return q, k
 
 
-class _WithTable(AttentionPositions):
-    """Positions with a constant table in fp32, in every dtype of the model.
-
-    The buffer is outside the `state_dict`; it is computed again when the module is moved or
-    converted, which also fills it after `to_empty`.
-    """
-
-    table: Tensor
-
-    def _register_table(self, device: torch.device | str | None) -> None:
-        self.register_buffer("table", self._computed().to(device), persistent=False)
-
-    def _computed(self) -> Tensor:
-        raise NotImplementedError
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        before = self.table
-        super()._apply(fn, recurse)
-        if self.table is not before:
-            self.table = self._computed().to(self.table.device)
-        return self
-
-
-class AlibiPositions(_WithTable):
+class AlibiPositions(ComputedTable, AttentionPositions):
     """Adds -slope * |d| to the scores, with a fixed slope for each head (Press et al. 2022).
 
     The slopes are the paper's: a geometric sequence from 2^(-8 / H), where H is a power of two;
@@ -78,14 +56,14 @@ class AlibiPositions(_WithTable):
         self.num_heads = num_heads
         self._register_table(device)
 
-    def _computed(self) -> Tensor:
-        return alibi_slopes(self.num_heads)
+    def _computed(self, device: torch.device | str) -> Tensor:
+        return alibi_slopes(self.num_heads, device)
 
-    def score_options(self) -> dict[str, Any]:
-        return {"alibi_slopes": self.table}
+    def score_options(self, device: torch.device) -> dict[str, Any]:
+        return {"alibi_slopes": self.table_on(device)}
 
     def bias(self, d: Tensor) -> Tensor:
-        return -self.table[:, None] * d.abs()
+        return -self.table_on(d.device)[:, None] * d.abs()
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}"
@@ -134,7 +112,7 @@ class T5Positions(AttentionPositions):
     def reset_parameters(self) -> None:
         nn.init.normal_(self.relative_bias, std=self.embed_dim**-0.5)
 
-    def score_options(self) -> dict[str, Any]:
+    def score_options(self, device: torch.device) -> dict[str, Any]:
         return {
             "relative_bias": self.relative_bias,
             "relative_buckets": "t5_causal" if self.causal else "t5",
@@ -154,7 +132,7 @@ class T5Positions(AttentionPositions):
         )
 
 
-class RotaryPositions(_WithTable):
+class RotaryPositions(ComputedTable, AttentionPositions):
     """Rotates pairs of columns of q and k by angles that grow with the position (Su et al. 2021).
 
     Columns 2i and 2i + 1 of a head are rotated by position * base^(-2i / D) (equation 15), in fp32
@@ -181,12 +159,13 @@ class RotaryPositions(_WithTable):
         self.head_dim, self.base = head_dim, base
         self._register_table(device)
 
-    def _computed(self) -> Tensor:
-        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float64) / self.head_dim
+    def _computed(self, device: torch.device | str) -> Tensor:
+        even = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=device)
+        exponents = even / self.head_dim
         return (self.base**-exponents).float()  # [D / 2]
 
     def rotated(self, q: Tensor, k: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-        angles = at[..., None, None] * self.table  # [..., S, 1, D / 2]
+        angles = at[..., None, None] * self.table_on(q.device)  # [..., S, 1, D / 2]
         cos, sin = angles.cos(), angles.sin()
         return _rotated(q, cos, sin), _rotated(k, cos, sin)
 
@@ -213,12 +192,12 @@ def make_positions(
     raise ValueError(f"positions must be one of {POSITION_KINDS}, got {kind!r}")
 
 
-def alibi_slopes(num_heads: int) -> Tensor:
+def alibi_slopes(num_heads: int, device: torch.device | str | None = None) -> Tensor:
     """The slopes of `AlibiPositions`, fp32 `[H]` (Press et al. 2022, section 3 and its code)."""
     power = 1 << (num_heads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
     more = [2.0 ** (-4.0 * (i + 1) / power) for i in range(0, 2 * power, 2)]
-    return torch.tensor(slopes + more[: num_heads - power], dtype=torch.float32)
+    return torch.tensor(slopes + more[: num_heads - power], dtype=torch.float32, device=device)
 
 
 def _head_dim(embed_dim: int, num_heads: int) -> int:

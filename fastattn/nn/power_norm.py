@@ -88,12 +88,12 @@ class PowerNorm(_TokenNorm):
             _wide(x),
             (self.psi2 + self.eps).rsqrt(),
             self.nu,
-            self.nu.new_full((), 1.0 - self.alpha),  # a tensor: a varying float does not compile
+            _wide(self.nu).new_full((), 1.0 - self.alpha),  # a varying float does not compile
             self.real,
             warming,
         )
         with torch.no_grad():
-            self.psi2.lerp_(power.detach().to(self.psi2.dtype), 1.0 - self.alpha)
+            _update(self.psi2, power, 1.0 - self.alpha)
             self.batches.add_(1)
         return self._affine(torch.where(warming, batch, running), x)
 
@@ -163,14 +163,20 @@ class TokenBatchNorm(_TokenNorm):
             mean = _mean(_wide(x), self.real)
             variance = _mean((_wide(x) - mean).square(), self.real)
             with torch.no_grad():
-                self.running_mean.lerp_(mean, self.momentum)
-                self.running_variance.lerp_(variance, self.momentum)
+                _update(self.running_mean, mean, self.momentum)
+                _update(self.running_variance, variance, self.momentum)
         return self._affine((_wide(x) - mean) * (variance + self.eps).rsqrt(), x)
 
 
 def _wide(x: Tensor) -> Tensor:
     """x in the dtype of the statistics: fp32, or fp64 for fp64 data."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _update(running: Tensor, value: Tensor, weight: float) -> None:
+    """Moves a running statistic, which has the module's dtype, to `value`, rounded once."""
+    wide = torch.promote_types(running.dtype, value.dtype)
+    running.copy_(running.to(wide).lerp(value.to(wide), weight))
 
 
 def _mean(x: Tensor, real: Tensor | None) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from fastattn.nn.power_norm import PowerNorm, TokenBatchNorm, real_tokens
+from fastattn.testing.compare import compare
 
 E = 6
 
@@ -123,6 +124,64 @@ def test_statistics_of_half_precision_are_fp32(kind):
         torch.testing.assert_close(y, single(x.bfloat16().float()).bfloat16())
     for (name, actual), expected in zip(half.named_buffers(), single.buffers(), strict=True):
         torch.testing.assert_close(actual, expected, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_batch_norm_of_a_half_precision_module_equals_torchs(dtype):
+    fast, same, exact = TokenBatchNorm(E).to(dtype), nn.BatchNorm1d(E), nn.BatchNorm1d(E)
+    fast.weight.data.uniform_(0.5, 1.5), fast.bias.data.uniform_(-1, 1)
+    for reference, its_dtype in ((same, dtype), (exact, torch.float64)):
+        reference.load_state_dict(fast.state_dict(), strict=False)
+        reference.to(its_dtype)
+    modules = fast, same, exact
+
+    def check(results):
+        for got, of_torch, ref64 in zip(*results, strict=True):
+            mag, feature = ref64.abs(), ref64.dim() - 1
+            comparison = compare(got.t(), ref64.t(), of_torch.t(), mag.t(), feature)
+            assert got.dtype is dtype
+            assert comparison.ok, comparison.message
+
+    def variance(module):
+        if module is fast:
+            return module.running_variance
+        kept = 0.9 ** int(module.num_batches_tracked)  # torch stores the unbiased variance
+        return (module.running_var - kept) * 11 / 12 + kept
+
+    def results(module, x, dy):
+        x, own = x.flatten(0, 1).to(dtype), module.weight.dtype
+        x = x.to(own).requires_grad_()
+        y = module(x)
+        grads = torch.autograd.grad(y, [x, module.weight, module.bias], dy.to(dtype).to(own))
+        return [y.detach(), *grads, module.running_mean, variance(module)]
+
+    for x in batches():
+        dy = torch.randn(12, E)
+        check([results(module, x, dy) for module in modules])
+    for reference in (same, exact):
+        reference.running_mean.copy_(fast.running_mean)
+        reference.running_var.copy_(fast.running_variance)
+    for module in modules:
+        module.eval()
+    check([results(module, x, dy)[:4] for module in modules])
+
+
+@pytest.mark.parametrize("kind", [PowerNorm, TokenBatchNorm])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_modules_of_other_dtypes_compute_as_in_fp32(kind, dtype):
+    options = {"warmup": 1} if kind is PowerNorm else {}
+    module, single = kind(E, **options).to(dtype), kind(E, **options)
+    for x in batches(4):
+        for x_dtype in {dtype, torch.float32}:
+            leaves = [x.bfloat16().to(d).requires_grad_() for d in (x_dtype, torch.float32)]
+            y, z = module(leaves[0]), single(leaves[1])
+            assert y.dtype is x_dtype
+            torch.testing.assert_close(y.float(), z, rtol=0.03, atol=0.05)
+            y.sin().sum().backward(), z.sin().sum().backward()
+            torch.testing.assert_close(leaves[0].grad.float(), leaves[1].grad, rtol=0.1, atol=0.05)
+    for (name, actual), expected in zip(module.named_buffers(), single.buffers(), strict=True):
+        assert actual.dtype is dtype or name == "batches"
+        torch.testing.assert_close(actual.float(), expected.float(), rtol=0.03, atol=0.02, msg=name)
 
 
 @pytest.mark.parametrize("kind", [PowerNorm, TokenBatchNorm])

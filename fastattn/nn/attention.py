@@ -19,7 +19,13 @@ from torch.nn.utils.parametrize import is_parametrized
 from fastattn import functional
 from fastattn.functional import Lengths
 from fastattn.nn.conversion import DropIn
-from fastattn.nn.fusion import DropoutStreams, is_plain_tensor, linear
+from fastattn.nn.fusion import (
+    DropoutStreams,
+    is_plain_tensor,
+    is_recorded_inference,
+    linear,
+    savable,
+)
 from fastattn.nn.relative import AttentionPositions
 from fastattn.nn.sharding import SINGLE, Sharding, sharding_of
 
@@ -54,6 +60,8 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
+        given = query, key, value
+        query, key, value = savable(*given)
         if not is_supported(self, query, key, value, key_padding_mask, attn_mask):
             if has_own_heads(self):
                 check_padded_inputs(self, query, key, value, key_padding_mask, attn_mask)
@@ -62,9 +70,7 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
                     f"inputs of one floating dtype, got {query.dtype}"
                 )
             return super().forward(
-                query,
-                key,
-                value,
+                *given,
                 key_padding_mask=key_padding_mask,
                 need_weights=need_weights,
                 attn_mask=attn_mask,
@@ -140,6 +146,7 @@ def is_supported(
             not is_plain_tensor(tensor)
             or tensor.dtype not in _DTYPES
             or tensor.layout is not torch.strided
+            or is_recorded_inference(tensor)
         ):
             return False
     bias = module.in_proj_bias
@@ -365,7 +372,9 @@ def allowed_mask(
         mask = attn_mask | key_padding_mask
     else:
         mask = attn_mask + key_padding_mask
-    return ~mask if mask is not None and mask.dtype is torch.bool else mask
+    if mask is None or mask.dtype is torch.bool:
+        return mask if mask is None else ~mask
+    return savable(mask)[0]
 
 
 def merge_heads(module: nn.MultiheadAttention, heads: Tensor, rank: int) -> Tensor:

@@ -26,6 +26,23 @@ def is_plain_tensor(tensor: Tensor) -> bool:
     return not functional.overrides_functions(tensor) and not is_traceable_wrapper_subclass(tensor)
 
 
+def is_recorded_inference(x: Tensor | None) -> bool:
+    """Whether x was made in inference mode and gradients are recorded: autograd cannot save x."""
+    if x is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return False
+    return x.is_inference()
+
+
+def savable(*inputs: Tensor) -> tuple[Tensor, ...]:
+    """The inputs of a module, copied if autograd cannot save them: torch's modules, whose operators
+    copy their inputs in places, accept these. Inputs that are one tensor stay one.
+    """
+    if not any(is_recorded_inference(x) for x in inputs):
+        return inputs
+    copies = {id(x): x.clone() if x.is_inference() else x for x in inputs}
+    return tuple(copies[id(x)] for x in inputs)
+
+
 def is_unmodified(module: nn.Module, *classes: type[nn.Module]) -> bool:
     """Whether calling `module` does exactly what its class, one of `classes`, defines."""
     if (

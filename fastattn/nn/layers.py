@@ -18,7 +18,7 @@ from fastattn.nn.blocks import (
     packed_encoder_layer,
 )
 from fastattn.nn.conversion import DropIn, convert_children
-from fastattn.nn.fusion import DropoutStreams, inherits
+from fastattn.nn.fusion import DropoutStreams, inherits, savable
 from fastattn.nn.packing import Packing
 from fastattn.nn.positional_attention import set_positions
 from fastattn.nn.relative import AttentionPositions, PositionKind, make_positions
@@ -84,6 +84,7 @@ class TransformerEncoderLayer(DropIn, nn.TransformerEncoderLayer):
             src_mask=src_mask, src_key_padding_mask=src_key_padding_mask
         ):
             return super().forward(src, src_mask, src_key_padding_mask, is_causal)
+        (src,) = savable(src)
         mask, padding = matching_masks(
             src_mask, src_key_padding_mask, src.dtype, "src_mask", "src_key_padding_mask"
         )
@@ -175,6 +176,7 @@ class TransformerDecoderLayer(DropIn, nn.TransformerDecoderLayer):
                 tgt_is_causal,
                 memory_is_causal,
             )
+        tgt, memory = savable(tgt, memory)
         streams = DropoutStreams(tgt.device, sharding_of(self))
 
         def attend_self(y: Tensor) -> Tensor | None:

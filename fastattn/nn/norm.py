@@ -16,6 +16,7 @@ from fastattn.nn.fusion import (
     DropoutStreams,
     active_p,
     is_plain_tensor,
+    is_recorded_inference,
     is_unmodified,
     weight_and_bias,
 )
@@ -76,6 +77,8 @@ def layer_norm(module: Any, input: Tensor) -> Tensor | None:
 def rms_norm(module: Any, x: Tensor) -> Tensor | None:
     """What an `nn.RMSNorm` returns, on the `rms_norm` op; None where torch's code must run."""
     if not _is_supported(x, module.normalized_shape, 0.0 if module.eps is None else module.eps):
+        return None
+    if is_recorded_inference(x) or is_recorded_inference(module.weight):
         return None
     x = _autocast_input(x)
     eps = module.eps

@@ -25,7 +25,7 @@ from fastattn.nn.attention import (
     rotated_heads,
     scale_of,
 )
-from fastattn.nn.fusion import DropoutStreams
+from fastattn.nn.fusion import DropoutStreams, savable
 from fastattn.nn.relative import AttentionPositions, PositionKind, make_positions
 
 
@@ -77,6 +77,7 @@ class PositionalMultiheadAttention(UnpackedMultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """As torch's; `is_causal=True` is trusted. The weights are computed unfused."""
+        query, key, value = savable(query, key, value)
         check_padded_inputs(self, query, key, value, key_padding_mask, attn_mask)
         if query.shape != key.shape:
             raise ValueError(

@@ -3,8 +3,9 @@
 A class is recognized by its code, not by its name: the Python code of `forward`, and of methods
 that `forward` calls, must be that of a form published below, on the same functions of torch. So
 the many copies of Llama's norm are converted whatever they are called, and a class that differs in
-one operation is not. A module whose `forward` calls `scaled_dot_product_attention` keeps its code,
-in which that call is answered by `attention`.
+one operation is not. `plain_syntax` says which spellings of the same code are one. A module whose
+`forward` calls `scaled_dot_product_attention` keeps its code, in which that call is answered by
+`attention`.
 
 The drop-in is a subclass of the class, made at the first use. What it does not cover (see each
 form) runs the class's own `forward`.
@@ -14,10 +15,11 @@ import ast
 import functools
 import inspect
 import math
+import re
 import textwrap
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fastattn import functional
 from fastattn.integrations import foreign_attention
+from fastattn.integrations.plain_syntax import Syntax, plain_syntax
 from fastattn.integrations.sdpa import AttentionMode
 from fastattn.nn import norm
 from fastattn.nn.conversion import names, script_original
@@ -51,10 +54,24 @@ def _form(published: str) -> Callable[[Callable[[Any], Forward]], Callable[[Any]
     """
 
     def add(make: Callable[[Any], Forward]) -> Callable[[Any], Forward]:
-        _FORMS.append((published, make))
+        _FORMS.append((published, lambda kind: _with_its_name(kind, make(kind))))
         return make
 
     return add
+
+
+def _with_its_name(kind: Any, forward: Forward) -> Forward:
+    """`forward`, whose argument may be passed by the name that it has in the class."""
+    names, known = (list(inspect.signature(f).parameters) for f in (kind.forward, forward))
+    if len(names) != 2 or names == known:  # self and one argument
+        return forward
+
+    def renamed(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if names[1] in kwargs:
+            args = (*args, kwargs.pop(names[1]))
+        return forward(self, *args, **kwargs)
+
+    return renamed
 
 
 # -- transformers ---------------------------------------------------------------------------------
@@ -189,16 +206,38 @@ def forward(self, x):
     output = self._norm(x.float()).type_as(x)
     return output * self.weight
 """)
+@_form("""
+def _norm(self, x):
+    return x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + self.eps)
+
+def forward(self, x):
+    return self._norm(x.float()).type_as(x) * self.weight
+""")
 def _llama4(kind: Any) -> Forward:
+    return _rounded_before_scaling(kind, "weight")
+
+
+def _rounded_before_scaling(kind: Any, weight_name: str) -> Forward:
     def forward(self: Any, x: Tensor) -> Tensor:
-        if self.weight.dtype is x.dtype:
-            y = _rms(x, self.weight, self.eps)
+        weight = getattr(self, weight_name)
+        if weight.dtype is x.dtype:
+            y = _rms(x, weight, self.eps)
         else:
             y = _rms(x, None, self.eps)
-            y = None if y is None else y * self.weight
+            y = None if y is None else y * weight
         return kind.forward(self, x) if y is None else y
 
     return forward
+
+
+@_form("""
+def forward(self, x):
+    x_fp32 = x.float()
+    normed = (x_fp32 * torch.rsqrt(x_fp32.pow(2).mean(-1, keepdim=True) + self.eps)).type_as(x)
+    return normed * self.scale
+""")
+def _torchtune(kind: Any) -> Forward:
+    return _rounded_before_scaling(kind, "scale")
 
 
 @_form("""
@@ -212,9 +251,11 @@ def forward(self, features):
     return features
 """)
 def _convnext(kind: Any) -> Forward:
+    computed = norm.rms_norm if issubclass(kind, nn.RMSNorm) else norm.layer_norm
+
     def forward(self: Any, features: Tensor) -> Tensor:
         first = self.data_format == "channels_first"
-        y = norm.layer_norm(self, features.permute(0, 2, 3, 1) if first else features)
+        y = computed(self, features.permute(0, 2, 3, 1) if first else features)
         if y is None:
             return kind.forward(self, features)
         return y.permute(0, 3, 1, 2) if first else y
@@ -322,6 +363,91 @@ def _timm_rms_norm(kind: Any) -> Forward:
     return forward
 
 
+# -- norms that only wrap a norm ------------------------------------------------------------------
+def _parameter(name: str) -> str:
+    """A weight or bias, as it is or in a dtype, or None."""
+    cast = rf"(?P<{name}_cast>\.float\(\)|\.to\(x\.dtype\))?"
+    return rf"(?:None|self\.(?P<{name}>\w+){cast}(?: if self\.(?P={name}) is not None else None)?)"
+
+
+# Names in a form that stand for one of several expressions, as regular expressions.
+_ANY = {
+    "SHAPE": r"(?:self\.(?P<shape>\w+(?:\.shape)?)|[([]x\.shape\[-1\],?[)\]]|x\.shape\[-1:\])",
+    "WEIGHT": _parameter("weight"),
+    "BIAS": _parameter("bias"),
+    "EPS": r"(?:None|self\.(?P<eps>\w+)|(?P<number>[\d.e-]+))",
+}
+
+
+class _Norm(NamedTuple):
+    """What the functions of `fastattn.nn.norm` read from a module."""
+
+    normalized_shape: tuple[int, ...]
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: Any
+
+
+def _wrapped(kind: Any, published: str) -> Forward:
+    """`published` casts x to fp32, its result to x's dtype, both or neither."""
+    found = _found(kind, published) or {}
+    casts, restores = "(x.float()" in published, published.endswith(".to(x.dtype)")
+    rms = "rms_norm" in published or issubclass(kind, nn.RMSNorm)
+    computed = norm.rms_norm if rms else norm.layer_norm
+    paths = found
+    if "super()" in published:
+        paths = {"shape": "normalized_shape", "weight": "weight", "bias": "bias", "eps": "eps"}
+    steps = {name: path.split(".") for name, path in paths.items() if path is not None}
+    number = None if (text := found.get("number")) is None else float(text)
+
+    def read(self: Any, name: str, default: Any = None) -> Any:
+        return functools.reduce(getattr, steps[name], self) if name in steps else default
+
+    def parameter(self: Any, name: str, x: Tensor) -> Tensor | None:
+        p = read(self, name)
+        if p is None or (cast := found.get(f"{name}_cast")) is None:
+            return p  # type: ignore[no-any-return]
+        return p.float() if cast == ".float()" else p.to(x.dtype)  # type: ignore[no-any-return]
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = None
+        if is_plain_tensor(x) and x.dtype in _DTYPES and x.dim() > 0:
+            weight, bias = parameter(self, "weight", x), None if rms else parameter(self, "bias", x)
+            shape = read(self, "shape", x.shape[-1:])
+            wider = torch.float32 if casts else x.dtype
+            if (
+                isinstance(shape, tuple)
+                and _fits(weight, shape, wider)
+                and _fits(bias, shape, wider)
+            ):
+                y = computed(_Norm(shape, weight, bias, read(self, "eps", number)), x)
+        if y is None:
+            return kind.forward(self, x)  # type: ignore[no-any-return]
+        return y.to(x.dtype) if restores else y
+
+    return forward
+
+
+def _fits(p: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Whether ops accept p, of this dtype or fp32."""
+    return p is None or (
+        is_plain_tensor(p) and p.shape == shape and (p.dtype is torch.float32 or p.dtype is dtype)
+    )
+
+
+_CALLS = (
+    "super().forward({})",
+    "F.layer_norm({}, SHAPE, WEIGHT, BIAS, EPS)",
+    "F.rms_norm({}, SHAPE, WEIGHT, EPS)",
+)
+_RESULTS = (
+    *(call.format("x") for call in _CALLS),
+    *(call.format(x) + ".to(x.dtype)" for call in _CALLS for x in ("x", "x.float()")),
+)
+for _published in (f"def forward(self, x): return {result}" for result in _RESULTS):
+    _form(_published)(functools.partial(_wrapped, published=_published))
+
+
 # -- attention ------------------------------------------------------------------------------------
 def _with_attention(kind: Any) -> Forward:
     # The mode adds about 25 us to a call (AMD EPYC, one thread), nothing to compiled code.
@@ -407,20 +533,27 @@ def _rebuild(kind: Any, was_seen: bool = False) -> Any:
 
 
 def _has_code(kind: type[nn.Module], published: str) -> bool:
-    for wanted in ast.parse(published).body:
-        name = wanted.name  # type: ignore[attr-defined]
+    return _found(kind, published) is not None
+
+
+def _found(kind: type[nn.Module], published: str) -> dict[str, str | None] | None:
+    """The parts of the class's code that names in `_ANY` stand for; None if its code differs."""
+    parts: dict[str, str | None] = {}
+    for name, wanted in _patterns(published).items():
         definer = next((base for base in kind.__mro__ if name in base.__dict__), None)
         given = _unwrapped(definer.__dict__[name]) if definer is not None else None
-        if not isinstance(given, types.FunctionType) or _syntax(given) != _plain_syntax(wanted):
-            return False
-        used = {node.id for node in ast.walk(wanted) if isinstance(node, ast.Name)}
-        if any(given.__globals__.get(n) is not _MEANING[n] for n in used & _MEANING.keys()):
-            return False
+        if not isinstance(given, types.FunctionType) or (syntax := _syntax(given)) is None:
+            return None
+        match, used = wanted.fullmatch(syntax.code), syntax.names & _MEANING.keys()
+        if match is None or any(given.__globals__.get(n) is not _MEANING[n] for n in used):
+            return None
         if given.__closure__ is not None:  # super().forward
             after = kind.__mro__[kind.__mro__.index(definer) + 1]  # type: ignore[arg-type]
-            if after is not nn.LayerNorm or given.__closure__[0].cell_contents is not definer:
-                return False
-    return True
+            known = after is nn.LayerNorm or after is nn.RMSNorm
+            if not known or given.__closure__[0].cell_contents is not definer:
+                return None
+        parts |= match.groupdict()
+    return parts
 
 
 def _unwrapped(method: Any) -> Any:
@@ -437,25 +570,24 @@ def _unwrapped(method: Any) -> Any:
 
 
 @functools.cache
-def _syntax(function: types.FunctionType) -> str | None:
-    """The syntax tree of the code that runs, which a decorator may have replaced."""
+def _patterns(published: str) -> dict[str, re.Pattern[str]]:
+    """For each function, what its plain code must match."""
+    patterns = {}
+    for function in ast.parse(published).body:
+        syntax = plain_syntax(function)
+        assert isinstance(function, ast.FunctionDef) and syntax is not None
+        parts = re.split(rf"\b({'|'.join(_ANY)})\b", syntax.code)
+        pattern = "".join(_ANY.get(part) or re.escape(part) for part in parts)
+        patterns[function.name] = re.compile(pattern)
+    return patterns
+
+
+@functools.cache
+def _syntax(function: types.FunctionType) -> Syntax | None:
+    """The plain code of the function that runs, which a decorator may have replaced."""
     try:
         lines = inspect.getsource(function.__code__)
         (tree,) = ast.parse(textwrap.dedent(lines)).body
     except (OSError, TypeError, SyntaxError, ValueError):  # code without its source
         return None
-    return _plain_syntax(tree)
-
-
-def _plain_syntax(function: ast.AST) -> str | None:
-    """Without annotations, decorators and the docstring, which do not change what is computed; what
-    transformers before 5.24 calls `past_key_values` is called `cache`.
-    """
-    if not isinstance(function, ast.FunctionDef):
-        return None
-    for argument in ast.walk(function.args):
-        if isinstance(argument, ast.arg):
-            argument.annotation = None
-    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
-    parts = map(ast.dump, (function.args, *body))
-    return "".join(parts).replace("past_key_values", "cache")
+    return plain_syntax(tree)

@@ -157,12 +157,17 @@ class Example:
             if buffer is not None and not buffer.is_inference()
         ]
         args, kwargs = tree_map(_copy, (self._args, self._kwargs))
-        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+        tensors = (*model.parameters(), *model.buffers())
+        devices = {x.device.index for x in tensors if x.is_cuda}
         try:
             for module in in_training:
                 module.training = False
             with torch.random.fork_rng(devices), torch.no_grad():
-                torch.manual_seed(0)
+                for generator in (
+                    torch.default_generator,
+                    *(torch.cuda.default_generators[device] for device in devices),
+                ):
+                    generator.manual_seed(0)
                 return dict(_tensors(model(*args, **kwargs)))
         finally:
             for module in in_training:

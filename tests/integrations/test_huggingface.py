@@ -176,6 +176,61 @@ def test_patched_models(name: str) -> None:
     assert_equal(outcome(model, inputs, real), expected)
 
 
+def _informer() -> Any:
+    return transformers.InformerForPrediction, transformers.InformerConfig(
+        prediction_length=4, context_length=8, lags_sequence=[1], attention_type="full",
+        d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48,
+        num_time_features=1,
+    )  # fmt: skip
+
+
+def _nllb_moe() -> Any:
+    return transformers.NllbMoeForConditionalGeneration, transformers.NllbMoeConfig(
+        num_experts=2, expert_capacity=64, encoder_sparse_step=2, decoder_sparse_step=2,
+        max_position_embeddings=64, **BART_SIZES, **SMALL,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["nllb_moe", "informer"])
+@pytest.mark.parametrize("how", ["direct", "patched"])
+@torch.no_grad()
+def test_a_model_without_sdpa_keeps_eager_semantics(name: str, how: str) -> None:
+    """Its decoder's `is_causal` is False, and its code adds the mask to scores of its own."""
+    make = {"nllb_moe": _nllb_moe, "informer": _informer}[name]
+    plain = build(make, "eager")
+    if how == "direct":
+        model = build(make, "fastattn")
+    else:
+        model = copy.deepcopy(plain)
+        fastattn.patch(model, quiet=True)
+    if name == "nllb_moe":
+        ids, mask = tokens("right")
+        inputs = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": ids}
+        changed = inputs | {"decoder_input_ids": torch.cat([ids[:, :-1], ids[:, :1]], 1)}
+    else:
+        generator = torch.Generator().manual_seed(3)
+        inputs = {
+            "past_values": torch.randn(3, 9, generator=generator),
+            "past_time_features": torch.randn(3, 9, 1, generator=generator),
+            "past_observed_mask": torch.ones(3, 9),
+            "future_values": torch.randn(3, 4, generator=generator),
+            "future_time_features": torch.randn(3, 4, 1, generator=generator),
+        }
+        later = inputs["future_time_features"].clone()
+        later[:, -1] += 1
+        changed = inputs | {"future_time_features": later}
+
+    def hidden(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+        result = model(**inputs, output_hidden_states=True)
+        return result.decoder_hidden_states[-1]  # type: ignore[no-any-return]
+
+    torch.testing.assert_close(hidden(model, inputs), hidden(plain, inputs), atol=2e-5, rtol=1e-4)
+    # The last position affects itself and no earlier one.
+    difference = (hidden(model, changed) - hidden(model, inputs)).abs().amax((0, 2))
+    assert not difference[:-1].any() and difference[-1] > 0.01
+
+
 def test_attention_outside_a_model_is_kept() -> None:
     class OwnAttention(nn.Module):
         pass

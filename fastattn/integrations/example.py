@@ -1,10 +1,10 @@
 """Compares a model's results for an example before and after conversion, for `patch`.
 
 How far rounding alone may move a result is estimated by Monte Carlo arithmetic (D. S. Parker,
-"Monte Carlo Arithmetic", UCLA CSD-970002, 1997): the original model runs with the floating-point
-inputs and results of the modules to be converted perturbed by rounding errors of their dtype. A
-copy of the model in fp64 would need two to four times its memory, and a model that names its dtypes
-does not run in it. A result may differ by
+"Monte Carlo Arithmetic", UCLA CSD-970002, 1997): the original model runs with rounding errors added
+to its inputs and to the results of its modules, in the narrowest dtype that each module computes
+with. A copy of the model in fp64 would need two to four times its memory, and a model that names
+its dtypes does not run in it. A result may differ by
 
     4 * the largest change in these runs + 4 * eps(dtype) * max|result|
 
@@ -14,35 +14,44 @@ in each row of its last dimension, or in the whole tensor where rows are short.
 import copy
 import inspect
 import math
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from fastattn.nn.fusion import is_plain_tensor
 
 _RUNS = 3
-_FACTOR = 4  # of the largest change in these runs: a maximum of few draws underestimates
-_UNITS = {  # largest relative error of rounding
+# Factor applied to the largest change in these runs: a maximum of few draws is too small.
+_FACTOR = 4
+# Largest relative rounding error of each dtype.
+_UNITS = {
     dtype: torch.finfo(dtype).eps / 2
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 }
-_ROW = 16  # smallest last dimension whose rows are compared one by one
-# Arguments that mark padding, and whether True or 1 means a real position.
-_PADDING = {
-    "attention_mask": True,
-    "decoder_attention_mask": True,
-    "key_padding_mask": False,
-    "src_key_padding_mask": False,
-    "tgt_key_padding_mask": False,
-    "memory_key_padding_mask": False,
+# Smallest last dimension whose rows are compared one by one.
+_ROW = 16
+# Largest share of its maximum by which an output may differ when the example runs twice.
+_REPEATABLE = 1e-2
+# Additive masks block by values from here on.
+_BLOCKING = -1e3
+# Padding masks -> whether True marks a token (else padding), and an argument whose presence means
+# that the mask is that of another sequence than the model's output.
+_PADDING_MASKS = {
+    "attention_mask": (True, "decoder_"),
+    "decoder_attention_mask": (True, None),
+    "key_padding_mask": (False, None),
+    "src_key_padding_mask": (False, "tgt"),
+    "tgt_key_padding_mask": (False, None),
 }
 
 
@@ -50,12 +59,11 @@ _PADDING = {
 class Conversion:
     """One conversion of a model, which can be undone and done again.
 
-    modules: those whose computation it changes. kind: the name of their previous class.
+    kind: the name of the class before.
     """
 
     name: str
     kind: str
-    modules: list[nn.Module]
     convert: Callable[[], None]
     revert: Callable[[], None]
     is_attention: bool = False
@@ -70,41 +78,42 @@ class Conversion:
 class Example:
     """A model's results for an example, taken before anything of the model is converted.
 
-    ran: ids of the modules that ran. sdpa_callers: ids of those that were running, innermost, when
-    `scaled_dot_product_attention` was called.
+    ran: ids of the modules that ran. sdpa_callers: ids of the innermost running modules at each
+    call of `scaled_dot_product_attention`.
     """
 
     def __init__(self, model: nn.Module, example: Any) -> None:
         self._model = model
         self._args, self._kwargs = _arguments(example)
+        if any(x.is_meta for x in (*model.parameters(), *model.buffers())):
+            raise ValueError("example needs a model with data, got one on the meta device")
         self._expected = self._run()
-        given = inspect.signature(model.forward).bind(*self._args, **self._kwargs).arguments
-        given |= given.get("kwargs", {})
-        self._padding = [
-            marks.bool() == means_real
-            for name, means_real in _PADDING.items()
-            if isinstance(marks := given.get(name), Tensor) and marks.dim() == 2
-        ]
-        if not self._expected:
-            raise ValueError("example must give floating-point outputs, got none")
+        self._padding_masks = _padding_masks(model, self._args, self._kwargs)
+        self._count = sum(int(self._is_compared(n, x).sum()) for n, x in self._expected.items())
+        if not self._count:
+            raise ValueError("example must give finite outputs at real positions, got none")
         self._noise = [torch.zeros((), dtype=torch.float64) for _ in self._expected]
         self.ran: set[int] = set()
         self.sdpa_callers: set[int] = set()
-        with _Observer(self.ran, self.sdpa_callers):
-            self._add_noise()  # of a model whose results differ from run to run
+        self._units: dict[int, float] = {}
+        with _Observer(self):
+            self._add_noise()
+        for (name, x), noise in zip(self._expected.items(), self._noise, strict=True):
+            if not float(noise.max()) <= _REPEATABLE * _largest(x):
+                raise ValueError(
+                    "example must give the same outputs twice with the same random state, but "
+                    f"{_shown(name)} differed by {_relative(noise, x):.0e} of its maximum"
+                )
 
-    def estimate_rounding(self, modules: Iterable[nn.Module]) -> None:
-        """Measures how far the original model's results move with the rounding of `modules`."""
-        modules = list(modules)
+    def estimate_rounding(self) -> None:
+        """Measures how far the original model's results move with its rounding."""
+        modules = [m for m in self._model.modules() if id(m) in self._units or not _children(m)]
         for seed in range(_RUNS):
-            perturb = _Perturbation(seed)
+            perturb = _Perturbation(seed, self._units)
             with ExitStack() as hooks:
                 for module in modules:
-                    first = module.register_forward_pre_hook(perturb.inputs, with_kwargs=True)
-                    last = module.register_forward_hook(perturb.output)
-                    hooks.callback(first.remove)
-                    hooks.callback(last.remove)
-                self._add_noise()
+                    hooks.callback(module.register_forward_hook(perturb.output).remove)
+                self._add_noise(perturb)
 
     def revert_causes(self, conversions: list[Conversion]) -> list[tuple[Conversion, str]]:
         """Reverts the conversions that change the results by more than rounding; with reasons.
@@ -124,45 +133,48 @@ class Example:
                 found = self._why_different()
                 low, high, why = (middle, high, why) if found is None else (low, middle, found)
             cause = left[high - 1]
-            is_second = cause.kind in kinds
+            causes.append((cause, f"{why} on the example"))
+            others = [c for c in left if c.kind == cause.kind and c is not cause]
+            if cause.kind in kinds:
+                why = f"is a {cause.kind}, of which two gave other results on the example"
+                causes += [(other, why) for other in others]
             kinds.add(cause.kind)
-            for conversion in list(left):
-                is_cause = conversion is cause or (is_second and conversion.kind == cause.kind)
-                conversion.set(not is_cause)
-                if is_cause:
-                    causes.append((conversion, f"{why} on the example"))
-                    left.remove(conversion)
+            reverted = [conversion for conversion, _ in causes]
+            left = [conversion for conversion in left if conversion not in reverted]
+            for conversion in (*reverted, *left):
+                conversion.set(conversion not in reverted)
         return causes
 
     def summary(self) -> str:
         """How far the results of the model, as it is now, are from those before."""
-        results = list(self._compared(self._run()))
-        scales = [max(_largest(x), 1e-300) for x in self._expected.values()]
-        error, allowed = (
-            max(float(pair[i].max()) / scale for pair, scale in zip(results, scales, strict=True))
-            for i in range(2)
-        )
+        errors = [(x, *pair) for x, pair in zip(*self._with(self._run()), strict=True)]
+        error = max(_relative(error, x) for x, error, _ in errors)
+        allowed = max(_relative(allowed, x) for x, _, allowed in errors)
         return (
-            f"{len(results)} outputs compared, largest difference {error:.1e} of an output's "
-            f"maximum, where rounding explains {allowed:.1e}"
+            f"{self._count} values of {len(errors)} outputs compared, largest difference "
+            f"{error:.1e} of an output's maximum, where rounding explains {allowed:.1e}"
         )
 
-    def _run(self) -> dict[str, Tensor]:
+    def _with(self, got: dict[str, Tensor]) -> tuple[Iterable[Tensor], Iterable[Any]]:
+        return self._expected.values(), self._compared(got)
+
+    def _run(self, perturb: "_Perturbation | None" = None) -> dict[str, Tensor]:
         model = self._model
-        in_training = [module for module in model.modules() if module.training]
+        modes = [(module, module.training) for module in model.modules()]
         buffers = [
             (module._buffers, name, buffer, buffer.clone(), buffer._version)
             for module in model.modules()
             for name, buffer in module._buffers.items()
-            if buffer is not None and not buffer.is_inference()
+            if buffer is not None and not is_lazy(buffer) and not buffer.is_inference()
         ]
-        args, kwargs = tree_map(_copy, (self._args, self._kwargs))
+        args, kwargs = _copied((self._args, self._kwargs), perturb)
         tensors = (*model.parameters(), *model.buffers())
         devices = {x.device.index for x in tensors if x.is_cuda}
+        state = random.getstate()
         try:
-            for module in in_training:
-                module.training = False
+            model.eval()
             with torch.random.fork_rng(devices), torch.no_grad():
+                random.seed(0)
                 for generator in (
                     torch.default_generator,
                     *(torch.cuda.default_generators[device] for device in devices),
@@ -170,16 +182,18 @@ class Example:
                     generator.manual_seed(0)
                 return dict(_tensors(model(*args, **kwargs)))
         finally:
-            for module in in_training:
-                module.training = True
+            random.setstate(state)
+            model.train(modes[0][1])
+            for module, mode in modes:
+                module.training = mode
             for holder, name, buffer, value, version in buffers:
                 if buffer._version != version:
                     with torch.no_grad():
                         buffer.copy_(value)
                 holder[name] = buffer
 
-    def _add_noise(self) -> None:
-        changes = [error for error, _ in self._compared(self._run())]
+    def _add_noise(self, perturb: "_Perturbation | None" = None) -> None:
+        changes = [error for error, _ in self._compared(self._run(perturb))]
         self._noise = [torch.maximum(a, b) for a, b in zip(self._noise, changes, strict=True)]
 
     def _why_different(self) -> str | None:
@@ -188,80 +202,81 @@ class Example:
         except Exception as raised:
             lines = str(raised).strip().splitlines() or [""]
             return f"raised {type(raised).__name__}: {lines[0]}"
-        if lost := [name.lstrip(".") for name in self._expected if name not in got]:
+        if lost := [_shown(name) for name in self._expected if name not in got]:
             return f"its result lacked {lost[0]}"
-        worst = 0.0
-        for (error, allowed), x in zip(self._compared(got), self._expected.values(), strict=True):
-            if not bool((error <= allowed).all()):
-                worst = max(worst, float(error.max()) / max(_largest(x), 1e-300))
-        return f"its result differed by {worst:.0e}" if worst else None
+        worst = [
+            _relative(error, x)
+            for x, (error, allowed) in zip(*self._with(got), strict=True)
+            if not bool((error <= allowed).all())
+        ]
+        return f"its result differed by {max(worst):.0e} of its maximum" if worst else None
 
     def _compared(self, got: dict[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """The largest difference in each row of each output, and the allowed one."""
         for (name, x), noise in zip(self._expected.items(), self._noise, strict=True):
             y = got.get(name)
             if y is None or y.shape != x.shape:  # such as the boxes that a detector found
-                y = torch.full_like(x, math.inf)
+                y = torch.full_like(x, math.inf, dtype=torch.float64)
             error = (y.double() - x.double()).abs().nan_to_num(math.inf, math.inf)
-            # Where the original gives NaN, as for a query without keys, fastattn may give a number.
-            error = torch.where(x.isfinite() & self._is_real(x), error, 0)
-            finite = torch.where(x.isfinite(), x, 0)
-            yield _rows(error), _FACTOR * noise + 4 * torch.finfo(x.dtype).eps * _rows(finite.abs())
+            error = torch.where(self._is_compared(name, x), error, 0)
+            eps = torch.finfo(x.dtype).eps if x.is_floating_point() else 0.0
+            size = torch.where(x.isfinite(), x, 0).abs()
+            yield _rows(error), _FACTOR * noise + 4 * eps * _rows(size)
 
-    def _is_real(self, x: Tensor) -> Tensor:
-        """False at the positions of an output `[B, N, ...]` or `[N, B, ...]` that are padding."""
-        real = torch.ones((), dtype=torch.bool, device=x.device)
-        for marks in self._padding:
-            for kept in (marks, marks.T):
-                if x.shape[:2] == kept.shape:
-                    real = real & kept.to(x.device).reshape(*kept.shape, *[1] * (x.dim() - 2))
-                    break
-        return real
+    def _is_compared(self, name: str, x: Tensor) -> Tensor:
+        """False where the original gives NaN, as for a query without keys, for which fastattn may
+        give a number, and at the padding of an output [B, N, ...], [N, B, ...] or [B, H, N, ...].
+        """
+        compared = x.isfinite()
+        for is_token, of_encoder in self._padding_masks:
+            if of_encoder and "encoder" not in name:
+                continue
+            is_token = is_token.to(x.device)
+            if x.dim() == 4 and (x.shape[0], x.shape[2]) == is_token.shape:
+                return compared & is_token[:, None, :, None]
+            layouts = [m for m in (is_token, is_token.T) if x.dim() > 2 and x.shape[:2] == m.shape]
+            if layouts:  # both fit where B = N
+                tokens = torch.stack(layouts).any(0)
+                return compared & tokens.view(*tokens.shape, *[1] * (x.dim() - 2))
+        return compared
 
 
 class _Perturbation:
-    """Hooks that move each floating-point value by -1, 0 or 1 times its largest rounding error."""
+    """Moves floating-point values by -1, 0 or 1 times their largest rounding error.
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
+    units: id of a module -> the largest relative rounding error of what it computes.
+    """
+
+    def __init__(self, seed: int, units: Mapping[int, float]) -> None:
+        self._seed, self._units = seed, units
         self._generators: dict[torch.device, torch.Generator] = {}
 
-    def inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        # A tensor given twice, as query and key, stays one tensor.
-        return self._perturbed((args, kwargs), {})
-
     def output(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return self._perturbed(output, {})
+        """A forward hook."""
+        if type(output) is tuple:
+            return tuple(self.value(part, self._units.get(id(module), 0.0)) for part in output)
+        return self.value(output, self._units.get(id(module), 0.0))
 
-    def _perturbed(self, value: Any, known: dict[int, Tensor]) -> Any:
-        if type(value) in (tuple, list):
-            return type(value)(self._perturbed(item, known) for item in value)
-        if type(value) is dict:
-            return {key: self._perturbed(item, known) for key, item in value.items()}
-        if isinstance(value, Tensor) and value.dtype in _UNITS and is_plain_tensor(value):
-            if id(value) not in known:
-                known[id(value)] = self._moved(value)
-            return known[id(value)]
-        return value
-
-    def _moved(self, x: Tensor) -> Tensor:
+    def value(self, x: Any, unit: float = 0.0) -> Any:
+        if not isinstance(x, Tensor) or x.dtype not in _UNITS or not is_plain_tensor(x):
+            return x
+        if x.layout is not torch.strided or _is_additive_mask(x):
+            return x
         if x.device not in self._generators:
             self._generators[x.device] = torch.Generator(x.device).manual_seed(self._seed)
         steps = torch.randint(-1, 2, x.shape, generator=self._generators[x.device], device=x.device)
-        unit = _UNITS[x.dtype]
-        if x.is_cuda and x.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32:
-            unit = 2.0**-11
-        limits = torch.finfo(x.dtype)  # masks hold the smallest number
-        moved = (x + x * (unit * steps).to(x.dtype)).clamp(limits.min, limits.max)
-        return torch.where(x.isfinite(), moved, x)
+        moved = x + x * (max(unit, _unit_of(x)) * steps).to(x.dtype)
+        return torch.where(moved.isfinite(), moved, x)
 
 
 class _Observer(TorchFunctionMode):
-    """Collects the ids of the modules that run, and of those that call SDPA."""
+    """Collects for an example the modules that run, those that call SDPA, and the largest rounding
+    error in each.
+    """
 
-    def __init__(self, ran: set[int], sdpa_callers: set[int]) -> None:
+    def __init__(self, example: Example) -> None:
         super().__init__()
-        self._ran, self._sdpa_callers = ran, sdpa_callers
+        self._example = example
         self._running: list[int] = []
         self._exit = ExitStack()
 
@@ -270,10 +285,6 @@ class _Observer(TorchFunctionMode):
         stop = torch_module.register_module_forward_hook(self._stop, always_call=True)
         for hook in (start, stop):
             self._exit.callback(hook.remove)
-        # PyTorch's fast path of encoder layers does not call their modules.
-        fast = torch.backends.mha.get_fastpath_enabled()
-        self._exit.callback(torch.backends.mha.set_fastpath_enabled, fast)
-        torch.backends.mha.set_fastpath_enabled(False)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -281,7 +292,7 @@ class _Observer(TorchFunctionMode):
         self._exit.close()
 
     def _start(self, module: nn.Module, args: Any) -> None:
-        self._ran.add(id(module))
+        self._example.ran.add(id(module))
         self._running.append(id(module))
 
     def _stop(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -291,44 +302,113 @@ class _Observer(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is F.scaled_dot_product_attention and self._running:
-            self._sdpa_callers.add(self._running[-1])
-        return func(*args, **(kwargs or {}))
+            self._example.sdpa_callers.add(self._running[-1])
+        result = func(*args, **(kwargs or {}))
+        if self._running and isinstance(result, Tensor) and result.dtype in _UNITS:
+            units, module = self._example._units, self._running[-1]
+            units[module] = max(units.get(module, 0.0), _unit_of(result))
+        return result
+
+
+def _unit_of(x: Tensor) -> float:
+    is_tf32 = x.is_cuda and x.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    return 2.0**-11 if is_tf32 else _UNITS[x.dtype]
+
+
+def _is_additive_mask(x: Tensor) -> bool:
+    """A perturbed one would choose among the keys of a query whose keys are all blocked."""
+    blocked = x <= _BLOCKING
+    return bool(blocked.any()) and bool((blocked | (x == 0)).all())
+
+
+def _children(module: nn.Module) -> bool:
+    return any(True for _ in module.children())
 
 
 def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(example, Mapping):
         return (), dict(example)
-    if isinstance(example, tuple) and [*map(type, example)] == [tuple, dict]:
-        return example
+    if isinstance(example, tuple) and len(example) == 2:
+        args, kwargs = example
+        if isinstance(args, tuple) and isinstance(kwargs, Mapping):
+            return args, dict(kwargs)
     kind = type(example).__name__
     if isinstance(example, tuple):
         kind = f"a tuple of ({', '.join(type(part).__name__ for part in example)})"
     raise TypeError(
-        f"example must be a mapping of keyword arguments or a pair (tuple, dict), got {kind}"
+        f"example must be a mapping of keyword arguments or a pair (tuple, mapping), got {kind}"
     )
 
 
-def _copy(leaf: Any) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
+def _padding_masks(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[tuple[Tensor, bool]]:
+    """(True at tokens [B, N], whether it is the mask of the encoder of an encoder-decoder)."""
+    signature = inspect.signature(model.forward)
+    given = signature.bind(*args, **kwargs).arguments
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            given |= given.pop(name, {})
+    found = []
+    for name, (marks_tokens, other) in _PADDING_MASKS.items():
+        mask = given.get(name)
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            is_token = mask.bool() == marks_tokens
+            is_other = other is not None and any(
+                key.startswith(other) and value is not None for key, value in given.items()
+            )
+            if bool(is_token.any()):  # else it means something different
+                found.append((is_token, is_other))
+    return found
 
 
-def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The floating-point and complex tensors in a model's output, complex ones as real."""
-    if isinstance(value, Tensor):
-        if value.is_complex():
-            value = torch.view_as_real(value)
-        if value.is_floating_point() and value.numel() and value.layout is torch.strided:
-            yield name, value.detach().clone()
+def _copied(inputs: Any, perturb: _Perturbation | None) -> Any:
+    """Inputs for one run. What is given twice stays the same object."""
+    memo: dict[int, Any] = {}
+
+    def copied(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            if id(leaf) not in memo:
+                clone = leaf.detach().clone()
+                memo[id(leaf)] = clone if perturb is None else perturb.value(clone)
+            return memo[id(leaf)]
+        try:
+            return copy.deepcopy(leaf, memo)
+        except (RuntimeError, TypeError) as error:
+            raise TypeError(
+                f"example must hold inputs that can be copied, got {type(leaf).__name__}: {error}"
+            ) from error
+
+    return tree_map(copied, inputs)
+
+
+def _tensors(
+    value: Any, name: str = "", seen: frozenset[int] = frozenset()
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in a model's output, complex ones as real and sparse ones as dense."""
+    if id(value) in seen or isinstance(value, nn.Module | type | str | bytes):
         return
     items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, Mapping):
+    if isinstance(value, Tensor):
+        if value.is_nested:
+            items = enumerate(value.unbind())
+        else:
+            value = torch.view_as_real(value) if value.is_complex() else value
+            value = value if value.layout is torch.strided else value.to_dense()
+            if value.numel():
+                yield name, value.detach().clone()
+    elif isinstance(value, Mapping):
         items = value.items()
     elif isinstance(value, list | tuple):
         items = enumerate(value)
-    elif is_dataclass(value):
-        items = ((part.name, getattr(value, part.name)) for part in fields(value))
-    for key, item in items:
-        yield from _tensors(item, f"{name}.{key}")
+    elif hasattr(value, "__dict__"):  # such as a cache
+        items = vars(value).items()
+    for key, item in list(items):
+        yield from _tensors(item, f"{name}.{key}", seen | {id(value)})
+
+
+def _shown(name: str) -> str:
+    return name.removeprefix(".") or "the output"
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -338,4 +418,8 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _largest(x: Tensor) -> float:
-    return float(torch.where(x.isfinite(), x, 0).abs().max())
+    return float(torch.where(x.isfinite(), x, 0).abs().double().max())
+
+
+def _relative(error: Tensor, x: Tensor) -> float:
+    return float(error.max()) / max(_largest(x), torch.finfo(torch.float64).tiny)

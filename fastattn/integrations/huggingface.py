@@ -8,8 +8,8 @@ transformers' own "sdpa" and "eager" do:
   mask is read to find out whether it can be dropped, which would synchronise with the GPU: the
   kernels skip empty tiles.
 - "fastattn_eager": masks are explicit and additive, and no mask means that nothing is masked.
-  Models without SDPA support are only known to be right so: their own code may add the mask to
-  scores, and their `is_causal` may say nothing. For them "fastattn" means "fastattn_eager".
+  Models without SDPA support are only known to be correct this way: their own code may add the mask
+  to scores, and their `is_causal` may be wrong. For them "fastattn" means "fastattn_eager".
 
 Queries with no allowed key, such as left padding, get zeros.
 
@@ -19,8 +19,6 @@ Shapes, as in transformers: query `[B, H, M, D]`, key `[B, K, N, D]`, value `[B,
 
 import functools
 import importlib
-import sys
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -202,7 +200,7 @@ def attention_mask(
                 attention_mask, kv_length, kv_offset
             )
             padding = padding[:, None, None, kv_offset : kv_offset + kv_length]
-            # Of the full shape, as some models combine it with others: a view.
+            # Expanded (a view), because some models combine it with other masks.
             return padding.expand(-1, -1, q_length, -1)
     if (
         skips["allow_is_causal_skip"]
@@ -239,7 +237,7 @@ def _with_bias(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
 
 
 def _check_exchangeable(config: Any) -> None:
-    if not _support(type(config))[0]:
+    if not all(model._can_set_attn_implementation() for model in _models_of(type(config))):
         raise NotImplementedError(
             f"attn_implementation={NAME!r} needs a model whose attention transformers can "
             f"replace, got one of {type(config).__name__}"
@@ -247,30 +245,30 @@ def _check_exchangeable(config: Any) -> None:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _is_eager(kind: type) -> bool:
+def _is_eager(config: type) -> bool:
     """Whether models with this class of configuration have eager attention only."""
-    return not _support(kind)[1]
+    models = _models_of(config)
+    return bool(models) and not any(model._supports_sdpa for model in models)
 
 
-def _support(kind: type) -> tuple[bool, bool]:
-    """Whether transformers can replace the attention of the models with this class of
-    configuration, and whether any of them supports SDPA; True where the models are not known.
+def _models_of(config: type) -> list[Any]:
+    """The loaded classes of models with this class of configuration, or with its next base class
+    that has any.
     """
-    modeling = sys.modules.get(kind.__module__.replace("configuration_", "modeling_"))
-    return (True, True) if modeling is None else _support_in(modeling, kind)
+    # Classes of a notebook may be defined again.
+    is_fixed = config.__module__.startswith(("transformers.", "builtins"))
+    return (_cached_models_of if is_fixed else _found_models_of)(config)
 
 
-@functools.cache
-def _support_in(modeling: types.ModuleType, kind: type) -> tuple[bool, bool]:
-    models = [
-        model
-        for model in vars(modeling).values()
-        if isinstance(model, type)
-        and model.__module__ == modeling.__name__
-        and hasattr(model, "_can_set_attn_implementation")
-    ]
-    sdpa = [model._supports_sdpa for model in models if model.config_class is kind]  # type: ignore[attr-defined]
-    return (
-        all(model._can_set_attn_implementation() for model in models),  # type: ignore[attr-defined]
-        not sdpa or any(sdpa),
-    )
+def _found_models_of(config: type) -> list[Any]:
+    by_config: dict[Any, dict[str, Any]] = {}
+    found = [importlib.import_module("transformers").PreTrainedModel]
+    for kind in found:
+        found += kind.__subclasses__()
+        # Of classes with the same name, the newest.
+        by_config.setdefault(getattr(kind, "config_class", None), {})[kind.__qualname__] = kind
+    known = next((by_config[base] for base in config.__mro__ if base in by_config), {})
+    return [*known.values()]
+
+
+_cached_models_of = functools.cache(_found_models_of)

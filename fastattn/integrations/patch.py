@@ -37,10 +37,11 @@ class PatchReport:
     replaced: module name -> previous class. attention: name of a `transformers` model -> its class
     and previous attention. generate: name of a model whose `generate` runs on a static cache ->
     the reasons for which calls ran the model's own path, with the number of these calls; it is kept
-    up to date. already: module name -> class of what an earlier call replaced, or what fastattn
-    computed before. kept: name of a module that was not replaced -> the reason. example: how far
-    the results for the example differ, None without one. unused: replaced modules that the example
-    did not run, so that nothing is known of their results.
+    up to date. already: module name -> what fastattn computed before this call: the module, whose
+    previous class is named, or the attention of a `transformers` model. kept: name of a module that
+    was not replaced -> the reason. example: how far the results for the example differ, None
+    without one. unused: replaced modules that were not called in the example, so that nothing is
+    known of their results.
     """
 
     model: nn.Module = field(repr=False)
@@ -69,7 +70,7 @@ class PatchReport:
             lines.append(f"example: {self.example}")
         if self.unused:
             lines.append(
-                f"  {len(self.unused):3d} replaced modules did not run: {_some(self.unused)}"
+                f"  {len(self.unused):3d} replaced modules were not called: {_some(self.unused)}"
             )
         return "\n".join(lines)
 
@@ -107,23 +108,24 @@ def patch(
     their encoder-decoders runs on a static cache. Results and gradients stay the same up to
     rounding, except that a query whose keys are all masked gets a zero context.
 
-    example: keyword arguments of the model, or `(args, kwargs)`. The model runs on them in eval
-    mode without gradients, before and after, with the same random state; every floating-point
-    output is compared, except at positions that the example marks as padding. Where a result
-    differs by more than rounding explains, the modules responsible are found by bisection and
-    reverted, and the report says so. Rounding is estimated by Monte Carlo arithmetic (Parker,
-    1997): three runs of the original model in which the inputs and results of the modules to be
-    replaced are perturbed by rounding errors of their dtype. With an example, modules that
-    call `scaled_dot_product_attention` outside their `forward`, such as in a processor object, are
+    example: keyword arguments of the model, or `(args, kwargs)`. The model runs on copies of them
+    in eval mode without gradients, before and after, with the same random state; all tensors in its
+    output are compared, except at the padding that arguments such as `attention_mask` mark, and
+    where it gave NaN. Where a result differs by more than rounding explains, the modules
+    responsible are found by bisection and reverted, and the report says so. Rounding is estimated
+    by Monte Carlo arithmetic (Parker, 1997): three runs of the original model in which its inputs
+    and the results of its modules are perturbed by rounding errors. Buffers that the model changes
+    are restored; other state is not. With an example, modules that call
+    `scaled_dot_product_attention` outside their `forward`, such as in a processor object, are
     replaced, too.
 
     Returns a report of what was and was not replaced, and prints it unless `quiet`.
     `unpatch(model)`, or leaving `with fastattn.patch(model):`, reverts it. Patching a model again
     replaces only what is new.
 
-    Raises TypeError for a model or an example of another type, ValueError for an example without
-    floating-point outputs, and what the model itself raises on the example; in all these cases the
-    model stays as it was.
+    Raises TypeError for a model or an example of another type, ValueError for an example that gives
+    no finite outputs or others when it runs again, and what the model itself raises on the example;
+    in all these cases the model is not patched.
     """
     _check(model)
     run = None if example is None else Example(model, example)
@@ -143,20 +145,23 @@ def patch(
 
 
 def _convert(report: PatchReport, run: Example | None) -> None:
+    models: set[str] = set()  # those of transformers whose attention the report has
     for name, module in report.model.named_modules():
-        done = report.attention.keys() | report.already.keys()
-        if _is_transformers_model(module) and not _is_inside(name, done):
+        if _is_transformers_model(module) and not _is_inside(name, models):
             _switch_attention(name, module, report)
-        kind: Any = type(module)
+            if name in (report.attention | report.already | report.kept):
+                models.add(name)
+        is_reported = _uses_interface(module) and _is_inside(name, models)
         calls_sdpa = run is not None and id(module) in run.sdpa_callers
-        if _is_transformers_model(module) or _is_reported(name, module, report):
-            calls_sdpa = False  # the model of the attention is converted, or kept with a reason
+        calls_sdpa = calls_sdpa and not (is_reported or _is_transformers_model(module))
+        kind: Any = type(module)
         drop_in = DROP_INS.get(kind) or foreign_modules.drop_in(kind, calls_sdpa)
         why: str | None = None
-        if drop_in is None:
-            if kind.__dict__.get("replaces") is not None:
-                report.already[name] = kind.__dict__["replaces"].__name__
-            why = _why_kept(name, module, report)
+        if (before := kind.__dict__.get("replaces")) is not None:
+            known = [report.already[name]] if name in report.already else []
+            report.already[name] = ", ".join([*known, before.__name__])
+        elif drop_in is None:
+            why = None if is_reported else _why_kept(module)
         elif parametrize.is_parametrized(module):
             why = "is parametrized"
         elif "forward" in module.__dict__:
@@ -248,7 +253,11 @@ def _switch_attention(name: str, model: Any, report: PatchReport) -> None:
     if [is_now for _, is_now in after] == [was for _, was in before]:
         report.already[name] = f"attention of {type(model).__name__}"
         return
-    model.__dict__.setdefault(_ATTENTION_BEFORE, before)
+    # What an earlier call switched is reverted to what was before that call.
+    known = {id(c): was for c, was in model.__dict__.get(_ATTENTION_BEFORE, ())}
+    model.__dict__[_ATTENTION_BEFORE] = _Implementations(
+        (c, known.get(id(c), was) if was in huggingface.NAMES else was) for c, was in before
+    )
     report.attention[name] = f"{type(model).__name__}, {before[0][1]}"
 
 
@@ -287,17 +296,17 @@ def _compare(run: Example, report: PatchReport) -> None:
             conversions.append(_attention_conversion(name, module))
         if name in report.replaced:
             conversions.append(_class_conversion(name, module))
-            if id(module) not in run.ran:
-                report.unused.append(name)
     for conversion in conversions:
         conversion.set(False)
-    run.estimate_rounding({m: None for conversion in conversions for m in conversion.modules})
+    run.estimate_rounding()
     for conversion in conversions:
         conversion.set(True)
     for conversion, why in run.revert_causes(conversions):
         report.kept[conversion.name] = why
         del (report.attention if conversion.is_attention else report.replaced)[conversion.name]
     report.example = run.summary()
+    modules = dict(report.model.named_modules())
+    report.unused += [name for name in report.replaced if id(modules[name]) not in run.ran]
 
 
 def _class_conversion(name: str, module: nn.Module) -> Conversion:
@@ -305,7 +314,6 @@ def _class_conversion(name: str, module: nn.Module) -> Conversion:
     return Conversion(
         name,
         kind.__dict__["replaces"].__name__,
-        [module],
         convert=lambda: convert_class(module, kind),
         revert=lambda: restore({name: module}),
     )
@@ -322,7 +330,6 @@ def _attention_conversion(name: str, model: nn.Module) -> Conversion:
     return Conversion(
         name,
         type(model).__name__,
-        [module for module in model.modules() if _uses_interface(module)],
         convert=convert,
         revert=lambda: _set_attention(model.__dict__.pop(_ATTENTION_BEFORE)),
         is_attention=True,
@@ -362,10 +369,10 @@ def _collect_configs(config: Any, configs: dict[int, Any]) -> None:
             _collect_configs(part, configs)
 
 
-def _why_kept(name: str, module: nn.Module, report: PatchReport) -> str | None:
+def _why_kept(module: nn.Module) -> str | None:
     """Why a module that resembles a supported one was not replaced; None for any other."""
     kind = type(module)
-    if "replaces" in kind.__dict__ or kind.__module__.startswith("fastattn."):
+    if kind.__module__.startswith("fastattn."):
         return None
     for base in DROP_INS:
         if isinstance(module, base):
@@ -378,16 +385,8 @@ def _why_kept(name: str, module: nn.Module, report: PatchReport) -> str | None:
         if pattern.search(kind.__name__):
             inner = (type(child).__name__ for child in module.modules() if child is not module)
             is_wrapper = any(map(pattern.search, inner))  # what it wraps is reported
-            if is_wrapper or _is_reported(name, module, report):
-                return None
-            return f"is {kind.__name__}, {why}"
+            return None if is_wrapper else f"is {kind.__name__}, {why}"
     return None
-
-
-def _is_reported(name: str, module: nn.Module, report: PatchReport) -> bool:
-    """Whether the report of a `transformers` model includes this attention."""
-    models = report.attention.keys() | report.already.keys() | report.kept.keys()
-    return _uses_interface(module) and _is_inside(name, models)
 
 
 def _is_inside(name: str, outer: Iterable[str]) -> bool:

@@ -12,7 +12,6 @@ import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 
@@ -20,7 +19,8 @@ BACKEND_VARIABLE = "FASTATTN_BACKEND"
 RECORD_VARIABLE = "FASTATTN_RECORD"
 _INTERPRET_VARIABLE = "TRITON_INTERPRET"
 CPU = torch.device("cpu")
-_NO_REQUEST: Mapping[str, str] = MappingProxyType({})
+# A plain dictionary: torch.compile(fullgraph=True) traces no mapping proxy after a mutation of any.
+_NO_REQUEST: Mapping[str, str] = {}
 # os.environ encodes the key at every lookup, which is most of the 0.5 us that a lookup takes.
 _KEYS = {
     name: getattr(os.environ, "encodekey", str)(name)

@@ -231,6 +231,31 @@ def test_a_model_without_sdpa_keeps_eager_semantics(name: str, how: str) -> None
     assert not difference[:-1].any() and difference[-1] > 0.01
 
 
+def test_a_configuration_without_models_of_its_own_is_as_its_base() -> None:
+    class OwnConfig(transformers.NllbMoeConfig):  # type: ignore[misc, name-defined]
+        pass
+
+    kind, config = _nllb_moe()
+    own = OwnConfig(**{k: v for k, v in config.to_dict().items() if k != "model_type"})
+    model = build(lambda: (kind, own), "fastattn")
+    ids, mask = tokens("right")
+    inputs = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": ids}
+    changed = inputs | {"decoder_input_ids": torch.cat([ids[:, :-1], ids[:, :1]], 1)}
+    difference = (model(**changed).logits - model(**inputs).logits).abs().amax((0, 2))
+    assert not difference[:-1].any() and difference[-1] > 0.01
+
+
+def test_a_model_whose_attention_cannot_be_replaced_is_refused_directly() -> None:
+    config = transformers.BlipTextConfig(
+        is_decoder=True, hidden_size=32, encoder_hidden_size=32, num_hidden_layers=1,
+        num_attention_heads=4, intermediate_size=48, **SMALL,
+    )  # fmt: skip
+    kind = transformers.models.blip.modeling_blip_text.BlipTextModel
+    model = build(lambda: (kind, config), "fastattn")
+    with pytest.raises(NotImplementedError, match="got one of BlipTextConfig"):
+        model(input_ids=tokens("right")[0], is_decoder=True)
+
+
 def test_attention_outside_a_model_is_kept() -> None:
     class OwnAttention(nn.Module):
         pass
@@ -273,14 +298,15 @@ def test_weights_on_request() -> None:
     torch.testing.assert_close((weights @ q).transpose(1, 2), out)
 
 
-def test_compiled_without_graph_breaks() -> None:
-    inputs, real = arguments("llama")
-    model = build(_llama, "fastattn")
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_compiled_without_graph_breaks(name: str) -> None:
+    inputs, real = arguments(name)
+    model = build(TEXT[name], "fastattn")
+    options = {"use_cache": False} if name == "llama" else {}
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
-        torch.testing.assert_close(
-            compiled(**inputs, use_cache=False)[0][real], model(**inputs, use_cache=False)[0][real]
-        )
+        got, expected = (f(**inputs, **options)[0][real] for f in (compiled, model))
+    torch.testing.assert_close(got, expected)
 
 
 def test_attention_sinks() -> None:

@@ -1,7 +1,10 @@
 """`patch(model, example=...)`: which conversions it reverts, which it adds, and what it leaves."""
 
 import copy
+import itertools
+import math
 import pickle
+import random
 import types
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +17,7 @@ from torch import Tensor, nn
 import fastattn
 from fastattn import functional
 from fastattn import nn as fnn
+from fastattn.integrations import patch as patching
 
 
 class Processor:
@@ -110,7 +114,9 @@ def test_attention_wherever_it_is_called(
     assert isinstance(model.attention, attention)
     assert attention_calls(model, monkeypatch, x) == 1
     torch.testing.assert_close(model(x)["x"], expected)
-    assert report.example is not None and report.example.startswith("2 outputs compared")
+    assert report.example is not None and report.example.startswith(
+        "576 values of 3 outputs compared"
+    )
     if attention is not ClosureAttention:  # a lambda is not pickled
         other = pickle.loads(pickle.dumps(model))
         assert attention_calls(other, monkeypatch, x) == 1
@@ -135,7 +141,7 @@ def test_the_report_names_what_did_not_run(x: Tensor) -> None:
     for arguments, unused in (({}, ["branch"]), ({"branch": True}, [])):
         report = fastattn.patch(Model(), example=((x,), arguments), quiet=True)
         assert report.unused == unused
-        assert ("1 replaced modules did not run: branch" in str(report)) == bool(unused)
+        assert ("1 replaced modules were not called: branch" in str(report)) == bool(unused)
 
 
 def wrong(kind: Any, change: Callable[[Tensor], Tensor]) -> type[nn.Module]:
@@ -147,6 +153,16 @@ def wrong(kind: Any, change: Callable[[Tensor], Tensor]) -> type[nn.Module]:
     return types.new_class(
         "Wrong", (kind,), exec_body=lambda body: body.update(forward=forward, replaces=kind)
     )
+
+
+def inject(culprits: dict[int, type[nn.Module]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes `patch` convert these modules to these classes."""
+    convert_class = patching.convert_class
+
+    def converted(module: nn.Module, drop_in: Any = None) -> None:
+        convert_class(module, culprits.get(id(module), drop_in))
+
+    monkeypatch.setattr(patching, "convert_class", converted)
 
 
 def add(x: Tensor) -> Tensor:
@@ -177,19 +193,14 @@ def test_a_wrong_conversion_is_found_and_reverted(
     expected = model.eval()(x)["x"]
     culprits = {id(module): wrong(nn.LayerNorm, change) for name, module in model.named_modules()
                 if name in at}  # fmt: skip
-    from fastattn.integrations import patch as patching
-
-    convert_class = patching.convert_class
-
-    def converted(module: nn.Module, drop_in: Any = None) -> None:
-        convert_class(module, culprits.get(id(module), drop_in))
-
-    monkeypatch.setattr(patching, "convert_class", converted)
+    inject(culprits, monkeypatch)
     report = fastattn.patch(model, example={"x": x}, quiet=True)
     # Once two of a class are wrong, none of that class is trusted.
     norms = {f"norms.{i}" for i in range(5)}
     reverted = at if len(at) == 1 else norms
-    assert {name for name, given in report.kept.items() if given.startswith(why)} == reverted
+    assert {name for name, given in report.kept.items() if given.startswith(why)} == at
+    others = {name for name, given in report.kept.items() if given.startswith("is a LayerNorm, of")}
+    assert others == reverted - at and report.unused == ["branch"]
     assert report.replaced.keys() == (norms | {"branch", "attention"}) - reverted
     for name in norms:
         is_converted = type(model.get_submodule(name)) is not nn.LayerNorm
@@ -280,14 +291,155 @@ def test_what_is_not_an_example(x: Tensor) -> None:
     model = Model()
     before = [type(module) for module in model.modules()]
     for example, got in ((x, "Tensor"), ((x, {}), r"a tuple of \(Tensor, dict\)")):
-        message = rf"example must be a mapping .* or a pair \(tuple, dict\), got {got}"
+        message = rf"example must be a mapping .* or a pair \(tuple, mapping\), got {got}"
         with pytest.raises(TypeError, match=message):
             fastattn.patch(model, example=example)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError):
         fastattn.patch(model, example={"x": x[..., :3]})
-    with pytest.raises(ValueError, match="example must give floating-point outputs, got none"):
-        fastattn.patch(nn.Sequential(nn.Identity()), example={"input": torch.ones(2).long()})
+    with pytest.raises(ValueError, match=r"example must give finite outputs .*, got none"):
+        fastattn.patch(nn.Sequential(nn.Identity()), example={"input": torch.ones(2) * math.inf})
+    with pytest.raises(TypeError, match="inputs that can be copied, got generator"):
+        fastattn.patch(nn.Sequential(nn.Identity()), example={"input": iter(i for i in "a")})
+    with pytest.raises(ValueError, match="on the meta device"):
+        fastattn.patch(nn.LayerNorm(4, device="meta"), example={"input": torch.ones(4)})
     assert [type(module) for module in model.modules()] == before
+
+
+class Calls(nn.Module):
+    """A model whose `forward` is a function of its norm and its arguments."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.attention = ProcessorAttention()
+        self.call = forward
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Any:
+        return self.call(self, x, **kwargs)
+
+
+class Box:
+    def __init__(self, x: Tensor) -> None:
+        self.inner = [x]
+
+
+MASK = torch.arange(7) >= torch.tensor([[7], [5]])
+
+
+@pytest.mark.parametrize(
+    ("forward", "given"),
+    [
+        # Opposite conventions: everything would be padding.
+        (lambda self, x, attention_mask: self.norm(x), {"attention_mask": MASK & False}),
+        (lambda self, x, attention_mask: self.norm(x), {"attention_mask": torch.zeros(2, 7)}),
+        # The encoder's padding is not that of the decoder's output.
+        (
+            lambda self, x, attention_mask, decoder_attention_mask: self.norm(x) * MASK[..., None],
+            {"attention_mask": ~MASK, "decoder_attention_mask": torch.ones(2, 7)},
+        ),
+        # [B, C], where C is the number of positions; [N, B, ...], where N = B.
+        (lambda self, x, attention_mask: self.norm(x)[..., 0] * MASK, {"attention_mask": ~MASK}),
+        (
+            lambda self, x, attention_mask: (
+                self.norm(x[:, :2]).transpose(0, 1) * torch.tensor([[0, 1], [0, 0]])[..., None]
+            ),
+            {"attention_mask": torch.tensor([[1, 0], [1, 1]])},
+        ),
+        # Outputs that are no floating tensors of a container.
+        (lambda self, x: {"box": Box(self.norm(x)), "n": x}, {}),
+        (lambda self, x: (self.norm(x) > 0.3, x), {}),
+        (lambda self, x: (self.norm(x).to_sparse(), x), {}),
+        (lambda self, x: torch.nested.as_nested_tensor([*self.norm(x)]), {}),
+        # Written in place, appended, or hidden behind a value that does not vary.
+        (lambda self, x: self.norm(x.add_(self.attention(x))), {}),
+        (lambda self, x, found: found.append(self.norm(x)) or found, {"found": []}),
+    ],
+)
+def test_no_wrong_result_is_overlooked(
+    forward: Any, given: dict[str, Any], x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = Calls(forward)
+    inject({id(model.norm): wrong(nn.LayerNorm, lambda y: y * 1.01 + 0.01)}, monkeypatch)
+    report = fastattn.patch(model, example=((x,), given), quiet=True)
+    assert "norm" in report.kept, report
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_dtype_of_the_computation_decides_what_rounding_explains(
+    autocast: bool, x: Tensor
+) -> None:
+    class Half(ProcessorAttention):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(x).bfloat16().unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+            heads = F.scaled_dot_product_attention(q, k, v)
+            return heads.transpose(1, 2).flatten(2).to(x.dtype)
+
+    for seed in range(4):
+        model = Model(ProcessorAttention if autocast else Half)
+        torch.manual_seed(seed)
+        inputs = torch.randn(2, 7, 32)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            report = fastattn.patch(model, example={"x": inputs}, quiet=True)
+        assert len(report.replaced) == 7, report
+
+
+def test_masked_rows_of_additive_masks_are_no_rounding(x: Tensor) -> None:
+    """A perturbed mask would choose one of the keys of a query that has none."""
+
+    def forward(self: Any, x: Tensor, blocked: Tensor) -> Tensor:
+        mask = torch.where(blocked[:, None, None], torch.finfo(x.dtype).min, 0.0)
+        q = self.norm(x)[:, None]
+        s = q @ q.mT + mask.expand(-1, -1, 7, -1)
+        return (s.softmax(-1) @ q).mean((1, 2))
+
+    report = fastattn.patch(
+        Calls(forward), example={"x": x, "blocked": torch.ones(2, 7).bool()}, quiet=True
+    )
+    explained = str(report.example).split("explains ")[1]
+    assert float(explained) < 1e-4
+
+
+def test_what_is_given_twice_stays_one_tensor(x: Tensor) -> None:
+    def forward(self: Any, x: Tensor, again: Tensor, named: dict[str, Tensor]) -> Tensor:
+        assert again is x and named["x"] is x
+        return self.norm(x)
+
+    given = {"again": x, "named": {"x": x}}
+    assert "norm" in fastattn.patch(Calls(forward), example=((x,), given), quiet=True).replaced
+
+
+def test_a_model_that_differs_from_run_to_run_is_refused(x: Tensor) -> None:
+    counts = itertools.count()
+    model = Calls(lambda self, x: self.norm(x) + next(counts))
+    with pytest.raises(ValueError, match=r"same outputs twice .*, but the output differed by"):
+        fastattn.patch(model, example={"x": x})
+    assert type(model.norm) is nn.LayerNorm
+    state = random.getstate()
+    model = Calls(lambda self, x: self.norm(x) + random.random())
+    assert "norm" in fastattn.patch(model, example={"x": x}, quiet=True).replaced
+    assert random.getstate() == state
+
+
+def test_rows_are_compared_one_by_one(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small row, beside one whose rounding is larger than the error in the small one."""
+    large = torch.tensor([1.0, 1e6])[:, None, None]
+    model = Calls(lambda self, x: self.norm(x) * large)
+    change = torch.tensor([1e-3, 0.0])[:, None, None]
+    inject({id(model.norm): wrong(nn.LayerNorm, lambda y: y + change)}, monkeypatch)
+    assert "norm" in fastattn.patch(model, example={"x": x}, quiet=True).kept
+
+
+@pytest.mark.parametrize("argument", ["key_padding_mask", "src_key_padding_mask"])
+def test_padding_masks_of_torch(argument: str, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Calls(lambda self, x, **masks: self.norm(x))
+    wrong_at_padding = wrong(nn.LayerNorm, lambda y: y + MASK[..., None])
+    inject({id(model.norm): wrong_at_padding}, monkeypatch)
+    report = fastattn.patch(model, example={"x": x, argument: MASK}, quiet=True)
+    assert "norm" in report.replaced
+    fastattn.unpatch(model)
+    report = fastattn.patch(model, example={"x": x, argument: ~MASK}, quiet=True)
+    assert "norm" in report.kept
 
 
 def test_an_interrupted_comparison_leaves_the_model_as_it_was(

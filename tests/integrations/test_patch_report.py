@@ -46,6 +46,28 @@ def test_what_used_fastattn_before(implementation: str) -> None:
         assert model.config._attn_implementation == used
 
 
+def test_a_second_patch_of_an_encoder_decoder_and_of_what_is_new() -> None:
+    config = transformers.T5Config(
+        d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, decoder_start_token_id=1, **SMALL
+    )
+    model = nn.ModuleDict({"t5": transformers.T5ForConditionalGeneration(config).eval()})
+    assert "t5" in fastattn.patch(model, quiet=True).generate
+    model["bert"] = bert()
+    report = fastattn.patch(model, quiet=True)
+    both = "attention of T5ForConditionalGeneration, T5ForConditionalGeneration"
+    assert report.already["t5"] == both
+    assert report.attention == {"bert": "BertModel, sdpa"}
+
+
+def test_attention_that_was_chosen_after_a_patch_comes_back() -> None:
+    model = bert("eager")
+    fastattn.patch(model, quiet=True)
+    model.set_attn_implementation("sdpa")
+    with fastattn.patch(model, quiet=True) as report:
+        assert report.attention == {"": "BertModel, sdpa"}
+    assert model.config._attn_implementation == "sdpa"
+
+
 class MaybeNorm(nn.Module):
     """As in neuralforecast."""
 

@@ -13,6 +13,7 @@ QUICK ?=
 # Further options of `make gpu`, such as GPU_FLAGS="--stage check --budget check=300".
 GPU_FLAGS ?=
 DEMO_STEPS ?= 5
+SWEEP_OUT ?= build/sweep.jsonl
 # Set where `make test` has just passed: test-all leaves the quick tests out, except those below, of which some need what only
 # `make native` builds.
 AFTER_TEST ?=
@@ -46,7 +47,7 @@ QUICK_FLAG := $(if $(QUICK),--quick)
 # Tests run in parallel processes, so each takes one thread; neighbours stay together and share what they build.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test test-all lint native wheel bench gpu docs clean help
+.PHONY: demo test test-all sweep lint native wheel bench gpu docs clean help
 .DEFAULT_GOAL := help
 
 demo: $(VENV)/installed  ## train a small translation model and compare it with torch.nn.Transformer
@@ -59,6 +60,9 @@ test-all: native  ## every test, then the demo for a few steps
 	$(PYTEST) $(if $(AFTER_TEST),-m slow)
 	$(if $(AFTER_TEST),$(PYTEST) -m "not slow" $(TESTS_OF_NATIVE))
 	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && $(BIN)/fastattn demo --steps $(DEMO_STEPS) --out "$$folder/demo"
+
+sweep: $(VENV)/installed  ## every model family of transformers before and after patch; rows in SWEEP_OUT
+	PYTHONPATH=tests/support:. OMP_NUM_THREADS=1 $(BIN)/python -m family_sweep --out $(SWEEP_OUT)
 
 lint: $(VENV)/installed  ## ruff, clang-format and mypy, changing nothing
 	$(BIN)/ruff check .

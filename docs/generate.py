@@ -6,11 +6,13 @@ kept in the repository.
 """
 
 import argparse
+import html
 import io
 import json
 import re
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -337,6 +339,40 @@ def results() -> str:
     return report.to_markdown(report.summary(list(rows.read(paths)), images, tables=True), Path())
 
 
+def families() -> str:
+    """The models of transformers, compared with themselves unpatched, as recorded."""
+    lines = (RESULTS / "sweep" / "transformers.jsonl").read_text().splitlines()
+    head, *classes = map(json.loads, lines)
+    about = f"{head['date']}, transformers {head['transformers']}, torch {head['torch']}, commit "
+    # Classes of a family that share a result share a row.
+    shared: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    by_status: dict[str, list[dict[str, Any]]] = {}
+    for row in sorted(classes, key=lambda row: row["type"]):
+        key = (row["type"], row["status"], row.get("attention", ""), row["reason"])
+        shared.setdefault(key, []).append(row)
+        by_status.setdefault(row["status"], []).append(row)
+    counts = [
+        [status, str(len(found)), str(len({row["type"] for row in found})),
+         str(sum(bool(row.get("attention")) for row in found))]
+        for status, found in sorted(by_status.items(), key=lambda item: -len(item[1]))
+    ]  # fmt: skip
+    body = []
+    for (family, status, attention, reason), found in shared.items():
+        names = ", ".join(f"`{row['class']}`" for row in found)
+        worst = max((row["worst"] for row in found if "worst" in row), default=None)
+        about_it = html.escape(reason, quote=False).replace("|", "\\|")
+        error = "" if worst is None else f"{worst:.0e}"
+        body.append([f"`{family}`", names, status, attention, error, about_it])
+    direct = Counter(row["direct"].partition(":")[0] for row in classes if "direct" in row)
+    made = ", ".join(f"{count} {status}" for status, count in direct.most_common())
+    return "\n\n".join([
+        f"{about}`{head['commit']}`.",
+        table(["result", "classes", "families", "classes with replaced attention"], counts),
+        f"Models made with `attn_implementation=\"fastattn\"`: {made}.",
+        table(["family", "classes", "result", "replaced", "difference", "remarks"], body),
+    ])  # fmt: skip
+
+
 def generation_results() -> str:
     """Decoding beside other libraries on CPUs, and `generate` of patched models, as recorded."""
     parts = []
@@ -529,6 +565,7 @@ TEXTS: dict[str, Callable[[], str]] = {
     "support": support,
     "op_families": op_families,
     "results": results,
+    "families": families,
     "generation_results": generation_results,
     "hopper_attention": hopper_attention,
     "hopper_rest": hopper_rest,

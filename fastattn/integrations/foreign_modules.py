@@ -470,6 +470,11 @@ def names_in(kind: Any) -> frozenset[str]:
     return frozenset(found)
 
 
+def chooses_backend(kind: Any) -> bool:
+    """Whether the class itself chooses backends of scaled_dot_product_attention."""
+    return bool({"sdpa_kernel", "sdp_kernel"} & names_in(kind))
+
+
 def calls_sdpa(kind: Any) -> bool:
     """Whether the code of its `forward` calls scaled_dot_product_attention."""
     return "scaled_dot_product_attention" in kind.forward.__code__.co_names
@@ -485,7 +490,7 @@ def drop_in(kind: Any, was_seen: bool = False) -> type[nn.Module] | None:
     of_torch = kind.__module__.startswith("torch.")
     if not isinstance(original, types.FunctionType) or of_torch or "replaces" in kind.__dict__:
         return None
-    if {"sdpa_kernel", "sdp_kernel"} & names_in(kind):  # a backend that the class itself chose
+    if chooses_backend(kind):
         return _made(kind, False)
     return _made(kind, was_seen or calls_sdpa(kind))
 

@@ -161,7 +161,10 @@ def _convert(report: PatchReport, run: Example | None) -> None:
             known = [report.already[name]] if name in report.already else []
             report.already[name] = ", ".join([*known, before.__name__])
         elif drop_in is None:
-            why = None if is_reported else _why_kept(module)
+            if calls_sdpa and foreign_modules.chooses_backend(kind):
+                why = "chooses backends of scaled_dot_product_attention itself"
+            elif not is_reported:
+                why = _why_kept(module)
         elif parametrize.is_parametrized(module):
             why = "is parametrized"
         elif "forward" in module.__dict__:

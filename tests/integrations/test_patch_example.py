@@ -135,6 +135,7 @@ def test_a_backend_that_the_class_chose_stays(x: Tensor) -> None:
 
     report = fastattn.patch(Model(Chosen), example={"x": x}, quiet=True)
     assert "attention" not in report.replaced
+    assert report.kept["attention"] == "chooses backends of scaled_dot_product_attention itself"
 
 
 def test_the_report_names_what_did_not_run(x: Tensor) -> None:

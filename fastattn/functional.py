@@ -69,6 +69,7 @@ from fastattn.ops.attention.op import attention as _attention
 from fastattn.ops.attention.op import attention_paged as _attention_paged
 from fastattn.ops.attention.op import attention_varlen as _attention_varlen
 from fastattn.ops.attention.op import attention_weights as _attention_weights
+from fastattn.ops.attention.op import attention_with_weights as _attention_with_weights
 from fastattn.ops.ffn.op import ACTIVATIONS
 from fastattn.ops.ffn.op import ffn as _ffn
 from fastattn.ops.layer_norm.op import add_layer_norm as _add_layer_norm
@@ -85,6 +86,7 @@ __all__ = [
     "attention",
     "attention_varlen",
     "attention_weights",
+    "attention_with_weights",
     "decompositions",
     "explain",
     "ffn",
@@ -449,6 +451,64 @@ def attention_weights(
         check_scale(scale, D),
         check_index("rows", rows, M, q.device), check_index("heads", heads, H, q.device),
     )  # fmt: skip
+
+
+def attention_with_weights(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    average: bool = False,
+    mask: Tensor | PreparedMask | None = None,
+    key_lengths: Lengths | None = None,
+    query_lengths: Lengths | None = None,
+    causal: Causal = False,
+    window: tuple[int, int] | None = None,
+    scale: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    relative_buckets: RelativeBuckets | None = None,
+    relative_max_distance: int = 128,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    dropout_stream: int = 0,
+    backend: str | None = None,
+    **unknown: Never,
+) -> tuple[Tensor, Tensor]:
+    """`attention` and its weights, from one softmax.
+
+    Args:
+        average: whether to average the weights over the heads.
+        The other arguments are those of `attention`; q, k and v must not be nested.
+
+    Returns:
+        (out, weights). out has the bits of `attention` on the CPU. weights: [B, H, M, N], or
+        [B, M, N] with average, in q's dtype, differentiable, after dropout. The weights of a query
+        without an allowed key are 0. The weights are computed in fp32 and rounded once.
+    """
+    if unknown:
+        refuse_unknown(attention_with_weights, unknown)
+    backend = _attention_with_weights.choice(backend)
+    q, k, v = autocast(q, k, v)
+    B, H, M, D, N = check_attention_inputs(q, k, v)
+    mask, causal = aligned_mask(mask, causal, M, N)
+    mask, mask_tiles, key_lengths, query_lengths = check_restrictions(
+        mask, key_lengths, query_lengths, B, H, M, N, q.device
+    )
+    code = causal_code(causal, M, N, key_lengths, query_lengths)
+    scores = score_arguments(
+        alibi_slopes, softcap, sinks, relative_bias, relative_buckets, relative_max_distance,
+        causal=code, B=B, M=M, N=N, q=q,
+    )  # fmt: skip
+    seed = check_dropout(dropout_p, dropout_seed, dropout_stream, q.device, takes_origin=True)
+    out, _, weights = _attention_with_weights(
+        q, k, v, mask, mask_tiles, key_lengths, query_lengths, *scores, code,
+        *check_window(window), check_scale(scale, D), float(dropout_p), seed, dropout_stream,
+        average, backend=backend,
+    )  # fmt: skip
+    return out, weights
 
 
 def layer_norm(

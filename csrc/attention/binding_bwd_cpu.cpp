@@ -93,8 +93,10 @@ std::optional<Tensor> wanted(const Tensor& gradient, bool needed) {
   return needed ? std::optional(gradient) : std::nullopt;
 }
 
-void compute_bwd(const OutputGradients& d, const Operands& x, const Masks& masks,
-                 const Outputs& outputs, const Options& options, const std::vector<bool>& needs,
+// dweights: in fp32, or none.
+void compute_bwd(const OutputGradients& d, const std::optional<Tensor>& dweights, bool average,
+                 const Operands& x, const Masks& masks, const Outputs& outputs,
+                 const Options& options, const std::vector<bool>& needs,
                  const Gradients& gradients, Tensor dmask, const ScoreGradients& of_scores) {
   const Tensor rows[] = {rows_of(x.q), rows_of(x.k), rows_of(x.v)};
   const auto& [dq, dk, dv] = gradients;
@@ -118,6 +120,13 @@ void compute_bwd(const OutputGradients& d, const Operands& x, const Masks& masks
                     "dmask must have the sizes of mask");
     a.exact_delta = a.type != DType::kFloat32;
   }
+  if (dweights) {
+    const int64_t rows_of_weights = a.batch * (average ? 1 : a.heads) * a.queries;
+    a.dweights = data_of<const float>(*dweights, "dweights", rows_of_weights * a.keys,
+                                      ScalarType::Float);
+    a.average = average;
+    a.exact_delta = true;  // out does not show them
+  }
   set_score_gradients(a, options, needs, of_scores);
   compute(a, lse_rows);
   if (needs[3] && masks.mask && (lse_rows == 0 || a.keys == 0)) {  // no pair adds to it
@@ -135,24 +144,32 @@ std::vector<bool> needs_of(Arguments& from, size_t results) {
 // Behind dout and dlse.
 constexpr int kFirstOfBackward = 2;
 
-template <bool kGiven>
+// kWeights: behind dlse comes dweights, and before needs, whether the weights were averaged.
+template <bool kGiven, bool kWeights>
 void attention_bwd(StableIValue* stack, uint64_t count, uint64_t results) {
-  if (!is_supported(stack + kFirstOfBackward, 4)) {
-    return pass_to_other_backend<kGiven>("fastattn::attention_bwd", stack, count, results);
+  if (!is_supported(stack + kFirstOfBackward + kWeights, 4)) {
+    constexpr auto kOp =
+        kWeights ? "fastattn::attention_with_weights_bwd" : "fastattn::attention_bwd";
+    return pass_to_other_backend<kGiven>(kOp, stack, count, results);
   }
   Arguments from(stack);
   const OutputGradients d{from};
+  std::optional<Tensor> dweights = kWeights ? from.optional() : std::nullopt;
+  if (dweights) {
+    dweights = as_contiguous(torch::stable::to(*dweights, ScalarType::Float));
+  }
   const Operands x{from};
   const Masks masks{from};
   const Outputs outputs{from};
   const Options options{from};
+  const bool average = kWeights && from.take<bool>();
   const std::vector<bool> needs = needs_of(from, results);
   check_dimensions(x, 4);
   const Gradients g = gradients_of<kGiven>(from, x, needs);
   const ScalarType type = x.q.scalar_type();
   const Tensor dmask = kGiven ? from.tensor() : new_gradient(masks.mask, needs[3], type);
   const ScoreGradients of_scores = score_gradients_of<kGiven>(from, options, needs, type);
-  compute_bwd(d, x, masks, outputs, options, needs, g, dmask, of_scores);
+  compute_bwd(d, dweights, average, x, masks, outputs, options, needs, g, dmask, of_scores);
   return_results(stack, g.dq, g.dk, g.dv, dmask, of_scores.ddistance_bias, of_scores.dsinks);
 }
 
@@ -210,8 +227,10 @@ void attention_varlen_bwd(StableIValue* stack, uint64_t count, uint64_t results)
 
 STABLE_TORCH_LIBRARY_IMPL(fastattn, CPU, m) {
   using namespace fastattn::attention;
-  m.impl("attention_bwd", &attention_bwd<false>);
-  m.impl("attention_bwd.out", &attention_bwd<true>);
+  m.impl("attention_bwd", &attention_bwd<false, false>);
+  m.impl("attention_bwd.out", &attention_bwd<true, false>);
+  m.impl("attention_with_weights_bwd", &attention_bwd<false, true>);
+  m.impl("attention_with_weights_bwd.out", &attention_bwd<true, true>);
   m.impl("attention_varlen_bwd", &attention_varlen_bwd<false>);
   m.impl("attention_varlen_bwd.out", &attention_varlen_bwd<true>);
 }

@@ -10,12 +10,18 @@ void compute(Forward& a) {
                  kOnThreads);
 }
 
-void compute_fwd(const Operands& x, const Masks& masks, const Options& options, const Tensor& out,
-                 const Tensor& lse) {
-  const Tensor rows[] = {rows_of(x.q), rows_of(x.k), rows_of(x.v)};
+Forward forward_of(const Tensor (&rows)[3], const Masks& masks, const Options& options,
+                   const Tensor& out, const Tensor& lse) {
   Forward a = {problem(rows, masks, options), {}, nullptr, nullptr};
   a.out = view(out, "out", a.type, a.batch, a.heads, a.queries, a.value_dim);
   a.lse = data_of<float>(lse, "lse", a.batch * a.heads * a.queries, ScalarType::Float);
+  return a;
+}
+
+void compute_fwd(const Operands& x, const Masks& masks, const Options& options, const Tensor& out,
+                 const Tensor& lse) {
+  const Tensor rows[] = {rows_of(x.q), rows_of(x.k), rows_of(x.v)};
+  Forward a = forward_of(rows, masks, options, out, lse);
   compute(a);
 }
 
@@ -34,6 +40,50 @@ void attention_fwd(StableIValue* stack, uint64_t count, uint64_t results) {
   const Tensor lse = kGiven ? from.tensor() : new_contiguous({sizes, 3}, ScalarType::Float);
   compute_fwd(x, masks, options, out, lse);
   return_results(stack, out, lse);
+}
+
+// The weights are computed in fp32 and rounded once.
+void compute_with_weights(const Operands& x, const Masks& masks, const Options& options,
+                          bool average, const Tensor& out, const Tensor& lse, Tensor weights) {
+  const Tensor rows[] = {rows_of(x.q), rows_of(x.k), rows_of(x.v)};
+  Forward a = forward_of(rows, masks, options, out, lse);
+  const int64_t count = a.batch * (average ? 1 : a.heads) * a.queries * a.keys;
+  const bool is_wide = a.type == DType::kFloat32 && weights.is_contiguous();
+  const Tensor wide = is_wide ? weights : new_contiguous(weights.sizes(), ScalarType::Float);
+  a.weights = data_of<float>(wide, "weights", count, ScalarType::Float);
+  a.average = average;
+  if (count > 0) {
+    compute(a);
+  } else {  // without keys, or without queries
+    a.weights = nullptr;
+    compute(a);
+  }
+  if (!is_wide) {
+    torch::stable::copy_(weights, wide);
+  }
+}
+
+template <bool kGiven>
+void attention_with_weights_fwd(StableIValue* stack, uint64_t count, uint64_t results) {
+  if (!is_supported(stack, 4)) {
+    return pass_to_other_backend<kGiven>("fastattn::attention_with_weights_fwd", stack, count,
+                                         results);
+  }
+  Arguments from(stack);
+  const Operands x{from};
+  const Masks masks{from};
+  const Options options{from};
+  const bool average = from.take<bool>();
+  check_dimensions(x, 4);
+  const int64_t sizes[] = {x.q.size(0), x.q.size(1), x.q.size(2), x.k.size(2)};
+  const int64_t mean_sizes[] = {sizes[0], sizes[2], sizes[3]};
+  const Tensor out = kGiven ? from.tensor() : new_like_query(x.q, x.v.size(3));
+  const Tensor lse = kGiven ? from.tensor() : new_contiguous({sizes, 3}, ScalarType::Float);
+  const Tensor weights = kGiven    ? from.tensor()
+                         : average ? new_contiguous({mean_sizes, 3}, x.q.scalar_type())
+                                   : new_contiguous({sizes, 4}, x.q.scalar_type());
+  compute_with_weights(x, masks, options, average, out, lse, weights);
+  return_results(stack, out, lse, weights);
 }
 
 void compute_varlen_fwd(const Operands& x, const Packing& packing, const Longest& longest_of,
@@ -159,6 +209,8 @@ STABLE_TORCH_LIBRARY_IMPL(fastattn, CPU, m) {
   m.impl("attention_fwd.out", &attention_fwd<true>);
   m.impl("attention_paged_fwd", &attention_paged_fwd<false>);
   m.impl("attention_paged_fwd.out", &attention_paged_fwd<true>);
+  m.impl("attention_with_weights_fwd", &attention_with_weights_fwd<false>);
+  m.impl("attention_with_weights_fwd.out", &attention_with_weights_fwd<true>);
   m.impl("attention_varlen_fwd", &attention_varlen_fwd<false>);
   m.impl("attention_varlen_fwd.out", &attention_varlen_fwd<true>);
 }

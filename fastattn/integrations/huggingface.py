@@ -89,7 +89,7 @@ def attention_forward(
     attention_mask: bool (True = may attend) or additive, as for `attention`. position_bias: added
     to the scores, `[1 or B, H, M, N]` or T5's table, differentiable; an empty one and, with
     has_zero_bias, any is 0. softcap: as for `attention` (Gemma 2). s_aux: `[H]`, attention sinks
-    (gpt-oss). With output_attentions the weights `[B, H, M, N]` before dropout are returned second.
+    (gpt-oss). With output_attentions the weights `[B, H, M, N]` after dropout are returned second.
 
     Raises NotImplementedError for paged caches and sparse attention that selects keys by other
     means than the mask.
@@ -125,10 +125,13 @@ def attention_forward(
     if position_bias is not None and (has_zero_bias or position_bias.numel() == 0):
         position_bias = None
     options |= {"mask": _with_bias(attention_mask, position_bias), "scale": scaling}
-    out = functional.attention(query, key, value, dropout_p=dropout, **options)
     weights = None
     if output_attentions:
-        weights = functional.attention_weights(query, key, **options)
+        out, weights = functional.attention_with_weights(
+            query, key, value, dropout_p=dropout, **options
+        )
+    else:
+        out = functional.attention(query, key, value, dropout_p=dropout, **options)
     return out.transpose(1, 2).contiguous(), weights
 
 

@@ -36,7 +36,8 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention` on the `attention` op.
 
     As in torch, `is_causal=True` requires `attn_mask` and is trusted: the op then reads no mask,
-    also beside a `key_padding_mask`. With `need_weights=True` the weights are computed unfused.
+    also beside a `key_padding_mask`. With `need_weights=True` context and weights are computed by
+    `attention_with_weights`; in training the weights are those after dropout.
     `fastattn.nn.set_heads` changes the scale of the scores and the size of the heads.
     """
 
@@ -95,11 +96,8 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
         q, k, v = project(self, query, key, value)
         k, v, extra = extended_keys(self, k, v)
         mask = allowed_mask(*masks, q.shape[0], self.num_heads, extra)
-        p = self.dropout if self.training else 0.0
-        heads, weights = attention_with_weights(q, k, v, mask, p, scale_of(self))
+        heads, weights = heads_with_weights(self, q, k, v, mask, average_attn_weights)
         context = merge_heads(self, heads, query.dim())
-        if average_attn_weights:
-            weights = weights.mean(dim=1)
         if query.dim() == 2:
             weights = weights.squeeze(0)
         return linear(context, self.out_proj.weight, self.out_proj.bias), weights
@@ -263,6 +261,30 @@ def attend(
     )
 
 
+def heads_with_weights(
+    module: nn.MultiheadAttention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    average: bool,
+    **scores: Any,
+) -> tuple[Tensor, Tensor]:
+    """`attend` with the weights. scores: `AttentionPositions.score_options()`."""
+    p = float(module.dropout) if module.training else 0.0
+    return functional.attention_with_weights(
+        q,
+        k,
+        v,
+        average=average,
+        mask=mask,
+        scale=scale_of(module),
+        dropout_p=p,
+        **DropoutStreams(q.device).take(p, of="heads"),
+        **scores,
+    )
+
+
 def rotated_heads(
     positions: AttentionPositions, q: Tensor, k: Tensor, sharding: Sharding = SINGLE
 ) -> tuple[Tensor, Tensor]:
@@ -386,44 +408,6 @@ def merge_heads(module: nn.MultiheadAttention, heads: Tensor, rank: int) -> Tens
     return heads.permute(2, 0, 1, 3).flatten(-2)  # [M, B, E]
 
 
-def attention_with_weights(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    dropout_p: float,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention in unfused torch functions: heads `[B, H, M, D]` and weights `[B, H, M, N]`.
-
-    mask, scale: as for the op. The weights are returned after dropout; rows with no allowed key
-    have zero weights and zero gradients; keys that no row may attend may hold any value, NaN
-    included.
-    """
-    if mask is not None:
-        blocked = blocked_pairs(mask)
-        dead_keys = blocked.all(dim=-2)[..., None]  # [B, H, N, 1]
-        k, v = k.masked_fill(dead_keys, 0.0), v.masked_fill(dead_keys, 0.0)
-        q = q.masked_fill(blocked.all(dim=-1, keepdim=True), 0.0)
-    scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.transpose(-2, -1)
-    if mask is None:
-        weights = torch.softmax(scores, dim=-1)
-    else:
-        if mask.dtype is not torch.bool:
-            scores = scores + mask.to(scores.dtype)
-        scores = scores.masked_fill(blocked, float("-inf"))
-        dead = (scores == float("-inf")).all(dim=-1, keepdim=True)  # [B, H, M, 1]
-        weights = torch.softmax(scores.masked_fill(dead, 0.0), dim=-1).masked_fill(dead, 0.0)
-    if dropout_p > 0.0:
-        weights = F.dropout(weights, dropout_p)
-    return weights.to(v.dtype) @ v, weights
-
-
-def blocked_pairs(mask: Tensor) -> Tensor:
-    """The pairs that a mask of the op blocks."""
-    return ~mask if mask.dtype is torch.bool else mask <= torch.finfo(mask.dtype).min
-
-
 class UnpackedMultiheadAttention(nn.MultiheadAttention):
     """Base of attentions whose `forward` torch's encoder layers have to call. If the flag says that
     the projections are packed, these layers read the weights instead.
@@ -499,18 +483,12 @@ class LengthMaskedMultiheadAttention(nn.Module):
             )
         )
         p = self.dropout if self.training else 0.0
+        options: Any = {"key_lengths": valid_lens, "dropout_p": p}
+        options |= DropoutStreams(queries.device).take(p)
         if not need_weights:
-            streams = DropoutStreams(queries.device)
-            heads = functional.attention(
-                q, k, v, key_lengths=valid_lens, dropout_p=p, **streams.take(p)
-            )
+            heads = functional.attention(q, k, v, **options)
             return self.out_proj(heads.transpose(1, 2).flatten(-2))  # type: ignore[union-attr]
-        mask = None
-        if valid_lens is not None:
-            lengths = valid_lens[:, None] if valid_lens.dim() == 1 else valid_lens
-            positions = torch.arange(keys.shape[1], device=keys.device)
-            mask = (positions < lengths[..., None])[:, None]  # [B, 1, 1 or M, N]
-        heads, weights = attention_with_weights(q, k, v, mask, p)
+        heads, weights = functional.attention_with_weights(q, k, v, **options)
         return self.out_proj(heads.transpose(1, 2).flatten(-2)), weights
 
     def extra_repr(self) -> str:

@@ -7,23 +7,20 @@ keyword `positions` of the layers and of `Transformer` calls it.
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastattn import functional
 from fastattn.nn.attention import (
     MultiheadAttention,
     UnpackedMultiheadAttention,
     allowed_mask,
     attention_context,
-    blocked_pairs,
     check_causal_hint,
     check_padded_inputs,
+    heads_with_weights,
     matching_masks,
     merge_heads,
     project,
     rotated_heads,
-    scale_of,
 )
 from fastattn.nn.fusion import DropoutStreams, savable
 from fastattn.nn.relative import AttentionPositions, PositionKind, make_positions
@@ -102,17 +99,10 @@ class PositionalMultiheadAttention(UnpackedMultiheadAttention):
         q, k, v = project(self, query, key, value)
         q, k = rotated_heads(self.positions, q, k)
         mask = allowed_mask(*masks, q.shape[0], self.num_heads)
-        weights = functional.attention_weights(
-            q, k, mask=mask, scale=scale_of(self), **self.positions.score_options(q.device)
+        heads, weights = heads_with_weights(
+            self, q, k, v, mask, average_attn_weights, **self.positions.score_options(q.device)
         )
-        weights = weights.to(q.dtype)
-        if self.training and self.dropout > 0.0:
-            weights = F.dropout(weights, self.dropout)
-        if mask is not None:
-            dead_keys = blocked_pairs(mask).all(dim=-2)[..., None]  # [B, H, N, 1]
-            v = v.masked_fill(dead_keys, 0.0)
-        context = merge_heads(self, weights @ v, 3)
-        return self.out_proj(context), weights.mean(dim=1) if average_attn_weights else weights
+        return self.out_proj(merge_heads(self, heads, 3)), weights
 
 
 def attention_classes(name: str) -> tuple[type[nn.Module], ...]:

@@ -2,8 +2,9 @@
 #include "attention/cpu/backward.h"
 #include "attention/cpu/forward.h"
 #include "attention/cpu/tangents.h"
+#include "attention/cpu/weights.h"
 
 namespace fastattn::attention::FASTATTN_ISA {
-const Kernels kKernels = {forward, combine_splits, tangents, delta,          dq,
-                          dkv,     all_gradients,  dmask,    ddistance_bias, dsinks};
+const Kernels kKernels = {forward, weights, combine_splits, tangents,       delta, dq,
+                          dkv,     all_gradients, dmask,    ddistance_bias, dsinks};
 }  // namespace fastattn::attention::FASTATTN_ISA

@@ -146,6 +146,9 @@ class Gradients {
     cap_scores(a_, count, columns_, s);
     const TileDropout dropout(a_, sequence_.b, h_, first_row_, first_key_);
     const LseRows known = lse_rows(a_, sequence_, h_, first_row_);
+    if (a_.dweights) {
+      add_dweights(known);
+    }
     const float inverse_cap = a_.softcap > 0.0f ? 1.0f / a_.softcap : 0.0f;
     const auto write = [&](auto changed, const auto& bias_row) __attribute__((always_inline)) {
       with_flags(!rows.allows_all(first_key_, columns_), bool(dropout), [&](auto range, auto drop) {
@@ -207,6 +210,24 @@ class Gradients {
 
  private:
   static constexpr int kBlock = 16;  // positions and units that are transposed together
+
+  // Adds the gradient of the weights to dp, which is that of dropout(p).
+  void add_dweights(const LseRows& known) const {
+    const int64_t head = a_.average ? sequence_.b : sequence_.b * a_.heads + h_;
+    const Float part = splat(a_.average ? 1.0f / a_.heads : 1.0f);
+    const int keys = smaller(a_.keys - first_key_, columns_);
+    for (int i = live_.begin; i < live_.end; ++i) {
+      if (known.dead(i)) {
+        continue;
+      }
+      const int64_t row = head * a_.queries + first_row_ + i;
+      const float* const dweights = a_.dweights + row * a_.keys + first_key_;
+      float* const dp = memory_.dp + i * kTileKeys;
+      for_vectors(keys, [&](auto lanes, int64_t j) {
+        lanes.store(dp + j, fma(lanes.load(dweights + j), part, lanes.load(dp + j)));
+      });
+    }
+  }
 
   // Sums by distance of a tile. Row i adds its ds from column 0 on at tile_sums(i), always whole
   // aligned vectors: rows whose numbers differ by a multiple of kLanes share sums, rows of other
@@ -395,7 +416,7 @@ void delta(const Backward& a, Queue& queue, float* workspace) {
     const LseRows known = {a.lse + position, a.sink(at.h)};
     const RowRanges rows(a, at.sequence, at.first, known);
     float* result = a.delta + position;
-    if (!a.dout.data) {
+    if (!a.dout.data && !a.dweights) {
       memset(result, 0, sizeof(float) * rows.count);
     } else if (a.exact_delta) {
       delta_from_weights(a, at, rows, memory, result);

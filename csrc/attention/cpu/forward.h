@@ -185,21 +185,32 @@ Operand<C> query_rows(const Problem& a, const TensorView& x, const QueryTile& at
   return {units<C>(memory), padded(a.head_dim) / C::kDepth};
 }
 
-template <class C>
+// What forward_tile does with the weights of its rows, beside out: nothing (weights.h).
+struct NoWeights {
+  static constexpr bool kWanted = false;
+  float* scores_of(int, float* s) const { return s; }
+  void end_tile(int, Range, const SoftmaxState&) const {}
+  void write(const RowRanges&, const SoftmaxState&, const float*) const {}
+};
+
+template <class C, class RowWeights = NoWeights>
 void forward_tile(const Forward& a, const QueryTile& at, PackedKeys<C>& keys,
-                  const ForwardWorkspace& memory) {
+                  const ForwardWorkspace& memory, const RowWeights& weights = {}) {
   const Sequence& sequence = at.sequence;
   const RowRanges rows(a, sequence, at.first, LseRows{});
   const Range tiles = rows.tiles();
+  const bool with_out = !RowWeights::kWanted || a.lse;
   if (is_empty(tiles)) {
-    return write_dead_rows(a, sequence, at.h, at.first, at.end);
+    if (with_out) {
+      write_dead_rows(a, sequence, at.h, at.first, at.end);
+    }
+    return;
   }
   const int64_t E = padded(a.value_dim);
   const int64_t depth = ceil_div(a.head_dim, C::kDepth);
   const Operand<C> q =
       query_rows<C>(a, a.q, at, rows.count, tiles.end - tiles.begin == 1, memory.q_rows);
-  auto* p = units<C>(C::kDepth == 1 ? memory.s : memory.p);
-  float *const s = memory.s, *const o = memory.o;
+  float* const o = memory.o;
   bool o_written = false;
   SoftmaxState state(rows.count);
   const float scale_log2 = a.score_scale() * kLog2E;
@@ -214,6 +225,8 @@ void forward_tile(const Forward& a, const QueryTile& at, PackedKeys<C>& keys,
     }
     keys.pack(n);
     const int count = live.end - live.begin;
+    float* const s = weights.scores_of(n, memory.s);
+    auto* const p = units<C>(C::kDepth == 1 ? s : memory.p);
     multiply<C>(count, columns, depth, q.row(live.begin), q.stride, 1, keys.k(n), kTileKeys,
                 s + live.begin * kTileKeys, kTileKeys, false);
     cap_scores(a, count, columns, s + live.begin * kTileKeys);
@@ -221,10 +234,14 @@ void forward_tile(const Forward& a, const QueryTile& at, PackedKeys<C>& keys,
     const bool restricted = !rows.allows_all(first_key, columns) || !(scale_log2 > 0.0f);
     bias.with_rows([&](const auto& bias_row) {
       with_flags(restricted, bool(dropout), [&](auto range, auto drop) {
-        softmax_rows<C, range, drop>(rows, live, scale_log2, bias_row, dropout, first_key, columns,
-                                     s, p, state, o, E);
+        softmax_rows<C, RowWeights::kWanted, range, drop>(rows, live, scale_log2, bias_row, dropout,
+                                                          first_key, columns, s, p, state, o, E);
       });
     });
+    weights.end_tile(n, live, state);
+    if (!with_out) {
+      continue;
+    }
     const bool add = o_written || count < rows.count;
     if (add && !o_written) {
       memset(o, 0, sizeof(float) * rows.count * E);
@@ -235,16 +252,21 @@ void forward_tile(const Forward& a, const QueryTile& at, PackedKeys<C>& keys,
     multiply<C>(count, static_cast<int>(E), ceil_div(in_tile, C::kDepth), p + live.begin * kStride,
                 kStride, 1, v.data, v.stride, o + live.begin * E, E, add);
   }
-  if (!o_written) {
-    memset(o, 0, sizeof(float) * rows.count * E);
-  }
-  float* lse = a.lse + query_offset(a.lse_strides, sequence, at.h, at.first);
-  float factors[kTileRows];
+  float lse[kTileRows], factors[kTileRows];
   for (int i = 0; i < rows.count; ++i) {
     const SoftmaxState::Total total = state.total(i, a.sink(at.h));
     lse[i] = total.lse;
     factors[i] = total.weight * a.dropout.scale;
   }
+  weights.write(rows, state, factors);
+  if (!with_out) {
+    return;
+  }
+  if (!o_written) {
+    memset(o, 0, sizeof(float) * rows.count * E);
+  }
+  memcpy(a.lse + query_offset(a.lse_strides, sequence, at.h, at.first), lse,
+         sizeof(float) * rows.count);
   store_rows(a.type, a.out.data, query_offset(a.out, sequence, at.h, at.first), a.out.row_stride,
              rows.count, a.value_dim, o, [&](int i) { return factors[i]; });
   write_dead_rows(a, sequence, at.h, at.first + rows.count, at.end);

@@ -73,10 +73,14 @@ Team<Parallel> team_of(int64_t workers, float* workspace, int64_t available, int
 }
 
 // -- forward -------------------------------------------------------------------------------------
-inline int64_t forward_floats(const Problem& problem, int64_t threads) {
-  const Forward a = {problem, {}, nullptr, nullptr};
+// The weights need tiles, also for few queries.
+inline int64_t forward_worker_floats(const Forward& a) {
+  return ForwardWorkspace(a, nullptr, a.weights || !a.all_few()).floats;
+}
+
+inline int64_t forward_floats(const Forward& a, int64_t threads) {
   return a.partials_floats() +
-         workers_for(a, kForwardProducts, threads) * ForwardWorkspace(a, nullptr).floats;
+         workers_for(a, kForwardProducts, threads) * forward_worker_floats(a);
 }
 
 template <class Parallel>
@@ -85,17 +89,28 @@ void launch_forward(const Kernels& kernels, Forward& a, float* workspace, int64_
   a.partials = workspace;
   const int64_t partials = a.partials_floats();
   const auto team = team_of(workers_for(a, kForwardProducts, threads), workspace + partials,
-                            available - partials, ForwardWorkspace(a, nullptr).floats, parallel);
+                            available - partials, forward_worker_floats(a), parallel);
   const auto run = [&](auto kernel, int64_t tasks_of_kv_head) {
     team.run(kernel, a, a.batch * a.kv_heads * tasks_of_kv_head,
              chunk_of(a, tasks_of_kv_head, team.workers));
   };
+  const auto run_weights = [&](const Forward& call) {
+    const int64_t tasks = call.batch * call.row_tiles();
+    const int64_t chunk = tasks / (team.workers == 1 ? 1 : kChunksPerWorker * team.workers);
+    team.run(kernels.weights, call, tasks, chunk);
+  };
   if (!a.all_few()) {
-    return run(kernels.forward, a.group() * a.row_tiles());
+    return a.weights ? run_weights(a) : run(kernels.forward, a.group() * a.row_tiles());
   }
   run(kernels.forward, a.splits());
   if (a.splits() > 1) {
     run(kernels.combine_splits, 1);
+  }
+  if (a.weights) {
+    Forward without_out = a;
+    without_out.lse = nullptr;
+    without_out.v.data = nullptr;
+    run_weights(without_out);
   }
 }
 

@@ -175,9 +175,13 @@ struct Problem {
 
 struct Forward : Problem {
   TensorView out;
-  float* lse;
+  float* lse;  // null: neither out nor lse is wanted, but weights
   // Few queries, several splits: their results [batch, heads x queries, splits()].
   float* partials;
+  // The weights of out after dropout, [batch, heads, queries, keys] contiguous, or their mean over
+  // the heads [batch, queries, keys]; null: not wanted.
+  float* weights = nullptr;
+  bool average = false;
 
   int64_t splits() const { return keys > kSplitKeys ? ceil_div(keys, kSplitKeys) : 1; }
   // Heads of a group that are computed together for few queries, and the most rows these have: of
@@ -225,6 +229,9 @@ struct Backward : Problem {
   // Whether delta is computed from the weights instead of the rounded out. The mask's gradient is a
   // sum of ds alone and would show the rounding error.
   bool exact_delta;
+  // The gradient of the weights (see Forward), null: 0.
+  const float* dweights = nullptr;
+  bool average = false;
 
   FASTATTN_INLINE int64_t distance_parts() const {
     return std::min<int64_t>(kDistanceParts, key_tiles());
@@ -274,6 +281,7 @@ class Arena {
 // per row, "columns" one per column, "pairs" are two rows interleaved if units are bf16.
 struct ForwardWorkspace {
   float *q_rows, *s, *p, *o, *bias, *rows, *k_columns, *v_pairs, *packed, *partials;
+  float* highest;  // of each row, after each tile of keys: of weights alone
   int64_t floats;
 
   FASTATTN_INLINE ForwardWorkspace(const Forward& a, float* base)
@@ -286,7 +294,7 @@ struct ForwardWorkspace {
     const int64_t tile = has_tiles ? a.rows_in_tile() : 0;
     const int64_t M = tile > few ? tile : few;
     q_rows = arena.take(M * D);
-    s = arena.take(M * kTileKeys);
+    s = arena.take(M * kTileKeys * (a.weights ? a.key_tiles() : 1));
     p = arena.take(tile * kTileKeys);
     o = arena.take(tile * E);
     bias = arena.take(kBiasRows * kTileKeys + kTileDistances);
@@ -295,6 +303,7 @@ struct ForwardWorkspace {
     v_pairs = arena.take(tile ? N * E : 0);
     packed = arena.take(tile ? a.key_tiles() : 0);
     partials = arena.take(2 * few * a.partial_floats());
+    highest = arena.take(a.weights ? a.key_tiles() * tile : 0);
     floats = arena.used();
   }
 };
@@ -360,13 +369,14 @@ struct BackwardWorkspace {
 
 // -- kernels -------------------------------------------------------------------------------------
 // Each takes tasks until none is left. Tasks: forward (batch, kv head, head of the group, tile of
-// queries), or (batch, kv head, split) for few queries; combine_splits (batch, kv head); tangents
-// (batch, kv head, head of the group, tile of queries), which for few queries writes no out and
-// lse; delta and dq (batch, kv head, head, tile of queries); dkv (batch, kv head, key task);
+// queries), or (batch, kv head, split) for few queries; weights (batch, tile of queries), all heads
+// in order; combine_splits (batch, kv head); tangents (batch, kv head, head of the group, tile of
+// queries), which for few queries writes no out and lse; delta and dq (batch, kv head, head, tile of queries); dkv (batch, kv head, key task);
 // all_gradients (batch, kv head); dmask (batch or 1, heads or 1, tile of queries or 1, tile of keys
 // or 1); ddistance_bias (batch or 1, head), after dkv or all_gradients; dsinks (head).
 struct Kernels {
   void (*forward)(const Forward&, Queue&, float* workspace);
+  void (*weights)(const Forward&, Queue&, float* workspace);
   void (*combine_splits)(const Forward&, Queue&, float* workspace);
   void (*tangents)(const Tangents&, Queue&, float* workspace);
   void (*delta)(const Backward&, Queue&, float* workspace);

@@ -191,12 +191,16 @@ inline __attribute__((always_inline)) void softmax_each_row(const RowRanges& row
   }
 }
 
-template <class C, bool kRange, bool kDrop, class BiasRows>
+// kKeep: the weights also stay in s.
+template <class C, bool kKeep, bool kRange, bool kDrop, class BiasRows>
 void softmax_rows(const RowRanges& rows, Range live, float scale_log2, const BiasRows& bias,
                   const TileDropout& dropout, int first_key, int columns, float* s,
                   typename C::Unit* p, SoftmaxState& state, float* o, int64_t o_stride) {
   const auto write = [=](int i, int j, Float, Float kept) __attribute__((always_inline)) {
     store_weights<C>(p + i * (kTileKeys / C::kDepth), j, kept);
+    if constexpr (kKeep && C::kDepth != 1) {  // else p is s
+      store(s + i * kTileKeys + j, kept);
+    }
   };
   const auto finish = [=](int i, int, float rescale) __attribute__((always_inline)) {
     rescale_row(o + i * o_stride, o_stride, rescale);

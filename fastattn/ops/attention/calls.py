@@ -3,7 +3,7 @@ its schema. All backends but the reference take them.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -85,6 +85,28 @@ class BackwardCall(NamedTuple):
     dropout_seed: Tensor | None
     dropout_stream: int
     needs: Sequence[bool]
+
+
+def _call(name: str, fields: list[tuple[str, Any]]) -> Any:
+    make: Any = NamedTuple
+    return make(name, fields)
+
+
+_FORWARD, _BACKWARD = (
+    [*get_type_hints(call, include_extras=True).items()] for call in (ForwardCall, BackwardCall)
+)
+# average: whether the weights are the mean over the heads, [B, M, N], else [B, H, M, N].
+WeightsForwardCall = _call("WeightsForwardCall", [*_FORWARD, ("average", bool)])
+WeightsBackwardCall = _call(
+    "WeightsBackwardCall",
+    [
+        *_BACKWARD[:2],
+        ("dweights", Tensor | None),
+        *_BACKWARD[2:-1],
+        ("average", bool),
+        *_BACKWARD[-1:],
+    ],
+)
 
 
 class PagedForwardCall(NamedTuple):

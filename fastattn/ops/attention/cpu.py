@@ -62,6 +62,10 @@ def attention_bwd_unsupported(call: BackwardCall) -> str | None:
     return _refusal(call.q.dtype, call.q.shape[2], call.k.shape[2])
 
 
+attention_with_weights_fwd_unsupported = attention_fwd_unsupported
+attention_with_weights_bwd_unsupported = attention_bwd_unsupported
+
+
 def attention_bwd_uses_lse(call: BackwardCall) -> bool:
     """The gradient of a mask may be computed for weights whose sum is 1."""
     return not call.needs[3]

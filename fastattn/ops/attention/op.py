@@ -8,6 +8,8 @@ The lse of a row without an allowed key is its head's sink, -inf without sinks; 
 other row is larger (by rounding up if necessary). So a backward knows these rows by lse alone.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,8 @@ from fastattn.ops.attention.calls import (
     PackedForwardCall,
     PackedJvpCall,
     PagedForwardCall,
+    WeightsBackwardCall,
+    WeightsForwardCall,
 )
 from fastattn.ops.attention.prepared import TILE as MASK_TILE  # noqa: F401
 from fastattn.ops.attention.prepared import PreparedMask as PreparedMask
@@ -77,12 +81,18 @@ def _bwd_outputs(call: BackwardCall) -> tuple[Tensor, ...]:
     return tuple(gradient_like(like, needed, call.q) for needed, like in inputs)
 
 
+def _weights_fwd_outputs(call: Any) -> tuple[Tensor, ...]:
+    (B, H, M, _), N = call.q.shape, call.k.shape[2]
+    weights = call.q.new_empty((B, M, N) if call.average else (B, H, M, N))
+    return *_fwd_outputs(call), weights
+
+
 _LENGTHS = ("key_lengths", "query_lengths")
 _TANGENTS = ("q_tangent", "k_tangent", "v_tangent")
 # The arguments and results of all these ops that have a batch.
 _BATCHED = (
     "q", "k", "v", *_LENGTHS, "out", "lse", "dout", "dlse", "dq", "dk", "dv", *_TANGENTS,
-    "out_tangent", "lse_tangent",
+    "out_tangent", "lse_tangent", "weights", "dweights",
 )  # fmt: skip
 # Those with this batch or a batch of 1.
 _BROADCAST = ("mask", "mask_tiles", "distance_bias", "mask_tangent", "distance_bias_tangent")
@@ -140,6 +150,43 @@ attention = differentiable(
     ),
     gradients=_GRADIENTS | {"dmask": "mask"} | _SCORE_GRADIENTS,
     result_gradients={"out": "dout", "lse": "dlse"},
+)
+
+# Context, lse and weights after dropout, from one softmax.
+_WEIGHTS_BACKENDS = (Backend("cpu"), Backend("torch"), Backend("reference"))
+attention_with_weights = differentiable(
+    Op(
+        "attention_with_weights_fwd",
+        WeightsForwardCall,
+        "Tensor out, Tensor lse, Tensor weights",
+        _weights_fwd_outputs,
+        _PACKAGE,
+        _WEIGHTS_BACKENDS,
+        contiguous=("q", "k", "v", *_LENGTHS, "distance_bias"),
+        batched=_BATCHED,
+        batch_is_one_dimension=True,
+        broadcast=_BROADCAST,
+        dropout=("dropout_p",),
+    ),
+    Op(
+        "attention_with_weights_bwd",
+        WeightsBackwardCall,
+        "Tensor dq, Tensor dk, Tensor dv, Tensor dmask, Tensor ddistance_bias, Tensor dsinks",
+        _bwd_outputs,
+        _PACKAGE,
+        _WEIGHTS_BACKENDS,
+        data="q",
+        contiguous=("dout", "q", "k", "v", "out", *_LENGTHS, "distance_bias"),
+        batched=_BATCHED,
+        batch_is_one_dimension=True,
+        broadcast=_BROADCAST,
+        dropout=("dropout_p",),
+        is_derivative=True,
+    ),
+    reference.attention_with_weights_bwd,
+    forward_maths=reference.attention_with_weights_fwd,
+    gradients=_GRADIENTS | {"dmask": "mask"} | _SCORE_GRADIENTS,
+    result_gradients={"out": "dout", "lse": "dlse", "weights": "dweights"},
 )
 
 # Without a derivative: pages of keys and values are caches.

@@ -9,6 +9,7 @@ head dims. A row (query) or key is dead if no pair with it is allowed, else live
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -261,10 +262,39 @@ def attention_fwd(
         q, k, v, mask, key_lengths, query_lengths, distance_bias, sinks, softcap, causal,
         window_left, window_right, scale, dropout_p, dropout_seed, dropout_stream,
     )  # fmt: skip
+    return _results(t, q)[:2]
+
+
+def _results(t: _Softmax, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """out and lse, and the weights [B, H, M, N] in the dtype of the computation."""
     p = t.p if t.drop is None else t.p * t.drop
-    out = p @ t.v  # [B, K, G, M, E]
-    B, H, M, _ = q.shape
-    return out.reshape(B, H, M, v.shape[3]).to(q.dtype), t.lse.reshape(B, H, M)
+    out = (p @ t.v).flatten(1, 2)  # [B, H, M, E]
+    return out.to(q.dtype), t.lse.flatten(1, 2), p.flatten(1, 2)
+
+
+def attention_with_weights_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    mask_tiles: Tensor | None,
+    *others: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """others: those of `attention_fwd`, then whether the weights are averaged over the heads."""
+    *options, average = others
+    out, lse, weights = _results(_softmax(q, k, v, mask, *options), q)
+    return out, lse, (weights.mean(1) if average else weights).to(q.dtype)
+
+
+def attention_with_weights_bwd(
+    dout: Tensor | None, dlse: Tensor | None, dweights: Tensor | None, *others: Any
+) -> tuple[Tensor | None, ...]:
+    """others: those of `attention_bwd`, with `average` before `needs`."""
+    q, *options, average, needs = others
+    if dweights is not None and average:
+        H = q.shape[1]
+        dweights = (dweights / H)[:, None].expand(-1, H, -1, -1)
+    return attention_bwd(dout, dlse, q, *options, needs, dweights=dweights)  # type: ignore[misc]
 
 
 def attention_bwd(
@@ -290,8 +320,11 @@ def attention_bwd(
     dropout_seed: Tensor | None,
     dropout_stream: int,
     needs: list[bool],
+    dweights: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """Recomputes the softmax; `out` and `lse` are for other backends."""
+    """Recomputes the softmax; `out` and `lse` are for other backends. dweights: the gradient of the
+    weights after dropout, [B, H, M, N].
+    """
     t = _softmax(
         q, k, v, mask, key_lengths, query_lengths, distance_bias, sinks, softcap, causal,
         window_left, window_right, scale, dropout_p, dropout_seed, dropout_stream,
@@ -301,11 +334,15 @@ def attention_bwd(
     dv = torch.zeros_like(t.v)
     ds = torch.zeros_like(t.p)  # gradient of the scores
     dsink = torch.zeros_like(t.p_sink)
+    dp = torch.zeros_like(t.p)  # gradient of the weights
+    if dweights is not None:
+        dp = torch.where(t.live_rows, dweights, 0).to(t.p.dtype).reshape(t.p.shape)
     if dout is not None:
         dout = torch.where(t.live_rows, dout, 0).to(t.p.dtype).reshape(*grouped, v.shape[3])
         p = t.p if t.drop is None else t.p * t.drop
         dv = (p.transpose(-1, -2) @ dout).sum(2)  # [B, K, N, E]
-        dp = dout @ t.v.transpose(-1, -2)
+        dp = dp + dout @ t.v.transpose(-1, -2)
+    if dout is not None or dweights is not None:
         dp = dp if t.drop is None else dp * t.drop
         delta = (t.p * dp).sum(-1, keepdim=True)
         ds = t.p * (dp - delta)

@@ -159,18 +159,20 @@ def attention_bwd_uses_lse(call: BackwardCall) -> bool:
     return is_fused(call) and not (needs_scores or _has_huge_scores(call.lse))
 
 
-def attention_bwd(call: BackwardCall, first: int = 0) -> _Gradients:
+def attention_bwd(call: BackwardCall, first: int = 0, dweights: Tensor | None = None) -> _Gradients:
+    """dweights: the gradient of the weights after dropout, [B, H, M, N]."""
     needs = call.needs
     dsinks = None
     if needs[5] and call.sinks is not None:
-        dsinks = _dsinks(call.dout, call.dlse, call.out, call.lse, call.sinks)
+        delta = None if call.dout is None else _delta(call.dout, call.out, call.lse)
+        dsinks = _dsinks(delta, call.dlse, call.lse, call.sinks)
     if _is_empty(call):
         inputs = (call.q, call.k, call.v, call.mask, call.distance_bias)
         pairs = zip(inputs, needs[:5], strict=True)
         return (*(None if x is None or not n else torch.zeros_like(x) for x, n in pairs), dsinks)
     needs_dmask = needs[3] and call.mask is not None
     needs_dbias = needs[4] and call.distance_bias is not None
-    fused = attention_bwd_uses_lse(call)
+    fused = attention_bwd_uses_lse(call) and dweights is None
     t = prepare(call, fused)
     dout = torch.zeros_like(call.out) if call.dout is None else call.dout
     dlse, lse = call.dlse, call.lse
@@ -183,7 +185,10 @@ def attention_bwd(call: BackwardCall, first: int = 0) -> _Gradients:
     if fused:
         dq, dk, dv = _fused_bwd(t, call.out, lse, dout, dlse)
     else:
-        dq, dk, dv, ds = _products_bwd(t, call, first, dout, dlse)
+        dq, dk, dv, ds, delta = _products_bwd(t, call, first, dout, dlse, dweights)
+        if dsinks is not None and dweights is not None:
+            assert call.sinks is not None
+            dsinks = _dsinks(delta, call.dlse, call.lse, call.sinks)
         if needs_dmask and call.mask is not None:
             dmask = ds.sum_to_size(call.mask.shape).to(call.mask.dtype)
         dbias = sum_by_distance(call, ds) if needs_dbias else None
@@ -192,13 +197,16 @@ def attention_bwd(call: BackwardCall, first: int = 0) -> _Gradients:
     return tuple(x if n else None for x, n in zip(found, needs, strict=True))
 
 
-def _dsinks(
-    dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor
-) -> Tensor:
-    """[H]. A row without an allowed key has out 0, and the sink or -inf as lse."""
+def _delta(dout: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    return (dout.to(lse.dtype) * out).sum(-1)
+
+
+def _dsinks(delta: Tensor | None, dlse: Tensor | None, lse: Tensor, sinks: Tensor) -> Tensor:
+    """[H]. A row without an allowed key has out 0, and the sink or -inf as lse. delta: the sum of
+    each row's weights times their gradients.
+    """
     sink, row = sinks[:, None], torch.zeros_like(lse)
-    if dout is not None:
-        delta = (dout.to(lse.dtype) * out).sum(-1)
+    if delta is not None:
         row = delta.masked_fill(lse <= sink, 0.0)  # where dout may be NaN
     row = row if dlse is None else row - dlse
     return -(torch.exp(sink - lse) * row).masked_fill(lse.isneginf(), 0.0).sum((0, 2))
@@ -269,9 +277,14 @@ def _products_fwd(t: Problem, call: ForwardCall, first: int) -> tuple[Tensor, Te
 
 
 def _products_bwd(
-    t: Problem, call: BackwardCall, first: int, dout: Tensor, dlse: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv and the gradient of the scores, [B, H, M, N]."""
+    t: Problem,
+    call: BackwardCall,
+    first: int,
+    dout: Tensor,
+    dlse: Tensor | None,
+    dweights: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """dq, dk, dv, the gradient of the scores [B, H, M, N], and delta [B, H, M] with dweights."""
     (B, H, M, D), (_, K, N, _) = t.q.shape, t.k.shape
     s, ratio = _scores(t, call.softcap)
     p, lse = _softmax(s)
@@ -279,6 +292,10 @@ def _products_bwd(
         p *= _with_sinks(lse, call.sinks[:, None])[0][..., None]
     dout = _by_group(dout.to(p.dtype) * keep_scale(call.dropout_p), K)
     dp = (dout @ t.v.to(p.dtype).transpose(-1, -2)).view(B, H, M, N)
+    if dweights is not None:
+        if t.live_rows is not None:
+            dweights = zero_dead(t.live_rows, dweights)
+        dp = dp.add(dweights, alpha=keep_scale(call.dropout_p))
     kept = p
     if call.dropout_p > 0:
         dropped = _dropped(call, first)
@@ -292,7 +309,46 @@ def _products_bwd(
     q = _by_group(t.q.to(p.dtype) * t.scale, K)
     dq = (dproduct @ t.k.to(p.dtype) * t.scale).view(B, H, M, D)
     dk = dproduct.transpose(-1, -2) @ q
-    return dq.to(t.q.dtype), dk.to(t.q.dtype), dv.to(t.q.dtype), ds
+    delta = None if dweights is None else (p * dp).sum(-1)
+    return dq.to(t.q.dtype), dk.to(t.q.dtype), dv.to(t.q.dtype), ds, delta
+
+
+# -- attention_with_weights ------------------------------------------------------------------------
+# Context by the op `attention_fwd`, weights by a softmax of their own.
+def attention_with_weights_fwd_unsupported(call: Any) -> str | None:
+    return _refusal(call)
+
+
+def attention_with_weights_fwd(call: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *forward, average = call
+    (B, H, M, _), N = call.q.shape, call.k.shape[2]
+    out, lse = torch.ops.fastattn.attention_fwd.default(*forward)
+    if _is_empty(call):
+        return out, lse, call.q.new_zeros((B, M, N) if average else (B, H, M, N))
+    t = prepare(call, False)
+    p, own_lse = _softmax(_scores(t, call.softcap)[0])
+    if call.sinks is not None:
+        p *= _with_sinks(own_lse, call.sinks[:, None])[0][..., None]
+    if t.live_rows is not None:
+        p = p.masked_fill_(~t.live_rows, 0.0)
+    if call.dropout_p > 0:
+        p = p.masked_fill_(_dropped(call, 0), 0.0).mul_(keep_scale(call.dropout_p))
+    return out, lse, (p.mean(1) if average else p).to(call.q.dtype)
+
+
+def attention_with_weights_bwd_unsupported(call: Any) -> str | None:
+    return _refusal(call)
+
+
+def attention_with_weights_bwd(call: Any) -> _Gradients:
+    dout, dlse, dweights, *others, average, needs = call
+    if dweights is None:
+        return torch.ops.fastattn.attention_bwd.default(dout, dlse, *others, needs)  # type: ignore[no-any-return]
+    if average:
+        H = call.q.shape[1]
+        dweights = (dweights / H)[:, None].expand(-1, H, -1, -1)
+    plain = BackwardCall._make([dout, dlse, *others, needs])
+    return attention_bwd(plain, dweights=dweights)
 
 
 # -- attention_varlen ------------------------------------------------------------------------------
@@ -412,10 +468,12 @@ def _packed_bwd(call: PackedBackwardCall) -> _Gradients:
     dq, dk, dv = packed_bwd(t, pad(dout, size), pad(out, size), lse, call)
     dsinks = None
     if call.needs[4] and call.sinks is not None:
-        douts = None if call.dout is None else call.dout.transpose(0, 1)[None]
+        delta = None
+        if call.dout is not None:
+            dout, out = (x.transpose(0, 1)[None] for x in (call.dout, call.out))
+            delta = _delta(dout, out, call.lse[None])
         dlses = None if call.dlse is None else call.dlse[None]
-        outs = call.out.transpose(0, 1)[None]
-        dsinks = _dsinks(douts, dlses, outs, call.lse[None], call.sinks)
+        dsinks = _dsinks(delta, dlses, call.lse[None], call.sinks)
     found = (
         torch.where(live, dq[..., :D] * t.sign, 0),
         torch.where(live_keys, dk[..., :D], 0),

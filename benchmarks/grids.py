@@ -10,6 +10,7 @@ from benchmarks.rows import Row, is_fastattn, source_digest
 _METRICS = {
     "attention": "tflops",
     "attention_varlen": "tflops",
+    "attention_with_weights": "tflops",
     "ffn": "tflops",
     "linear": "tflops",
     "transformer": "tokens_per_s",

@@ -42,6 +42,7 @@ _ATTENTION_SOURCES = ("fastattn/ops/attention/**/*.py", "csrc/attention/**/*", "
 _MODEL_SOURCES = ("fastattn/ops/**/*.py", "fastattn/nn/*.py", "csrc/**/*")
 _SOURCES = {
     "attention": _ATTENTION_SOURCES,
+    "attention_with_weights": _ATTENTION_SOURCES,
     "attention_varlen": _ATTENTION_SOURCES,
     "linear": ("fastattn/ops/linear/*.py", "csrc/ffn/**/*"),
     "ffn": ("fastattn/ops/ffn/*.py", "csrc/ffn/**/*", "csrc/sm90/**/*"),

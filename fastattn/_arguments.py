@@ -45,7 +45,7 @@ _SAME_AS = {
 _INSTEAD = {
     "enable_gqa": "heads of k and v are shared without an argument",
     "key_padding_mask": "use key_lengths=, or mask= (True = may attend) of shape [B, 1, 1, N]",
-    "need_weights": "use fastattn.attention_weights",
+    "need_weights": "use fastattn.attention_with_weights",
 }
 
 

@@ -491,6 +491,8 @@ def attention_with_weights(
     if unknown:
         refuse_unknown(attention_with_weights, unknown)
     backend = _attention_with_weights.choice(backend)
+    if not isinstance(average, bool):
+        raise TypeError(f"average must be a bool, got {type(average).__name__}")
     q, k, v = autocast(q, k, v)
     B, H, M, D, N = check_attention_inputs(q, k, v)
     mask, causal = aligned_mask(mask, causal, M, N)
@@ -777,4 +779,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     return explanations[0]
 
 
-_FUNCTIONS = (attention, attention_varlen, layer_norm, add_layer_norm, rms_norm, ffn, linear)
+_FUNCTIONS = (
+    *(attention, attention_varlen, attention_with_weights),
+    *(layer_norm, add_layer_norm, rms_norm, ffn, linear),
+)

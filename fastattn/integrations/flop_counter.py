@@ -48,6 +48,13 @@ def attention_backward_flops(
     return 2 * B * H * M * k.shape[2] * (3 * D + 2 * v.shape[3])
 
 
+def attention_with_weights_backward_flops(
+    dout: Tensor | None, dlse: Tensor | None, dweights: Tensor | None, *rest: Any, **kwargs: Any
+) -> int:
+    """Those of `attention_backward_flops`."""
+    return attention_backward_flops(dout, dlse, *rest)
+
+
 def varlen_flops(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int,
     *rest: Any, **kwargs: Any,
@@ -127,6 +134,8 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "attention_paged_fwd": attention_paged_flops,
     "attention_jvp": attention_jvp_flops,
     "attention_bwd": attention_backward_flops,
+    "attention_with_weights_fwd": attention_flops,
+    "attention_with_weights_bwd": attention_with_weights_backward_flops,
     "attention_varlen_fwd": varlen_flops,
     "attention_varlen_jvp": varlen_jvp_flops,
     "attention_varlen_bwd": varlen_backward_flops,

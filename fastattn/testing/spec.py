@@ -21,6 +21,7 @@ HALF_AND_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
 _SPEC_MODULES = (
     "attention.spec",
     "attention.spec_varlen",
+    "attention.spec_weights",
     "layer_norm.spec",
     "ffn.spec",
     "linear.spec",

@@ -27,7 +27,8 @@ import fastattn
 from fastattn.ops import _native
 
 NORMS = ("layer_norm", "add_layer_norm", "rms_norm")
-OPS = (*NORMS, "attention", "attention_varlen", "ffn", "linear")
+PADDED = ("attention", "attention_with_weights")
+OPS = (*NORMS, *PADDED, "attention_varlen", "ffn", "linear")
 each_norm = pytest.mark.parametrize("op", NORMS)
 each_op = pytest.mark.parametrize("op", OPS)
 # Inputs whose values no gradient reads; add_layer_norm saves the sum instead.
@@ -46,10 +47,12 @@ def make_inputs(op: str, shape: tuple[int, ...] = (3, 8), **types: torch.dtype) 
     """
     generator = torch.Generator().manual_seed(0)
     width = shape[-1]
-    shape = (*(1,) * (4 - len(shape)), *shape) if op == "attention" else shape
+    shape = (*(1,) * (4 - len(shape)), *shape) if op in PADDED else shape
     if op == "attention_varlen":
         shape = {1: (1, 1, width), 2: (shape[0], 1, width)}.get(len(shape), shape)
-    rows = [shape] * {"attention": 3, "attention_varlen": 3, "add_layer_norm": 2}.get(op, 1)
+    rows = [shape] * dict.fromkeys((*PADDED, "attention_varlen"), 3) | {"add_layer_norm": 2}.get(
+        op, 1
+    )
     parameters: list[tuple[int, ...]] = {
         "linear": [(width, width), (width,)],
         "ffn": [(12, width), (12,), (width, 12), (width,)],

@@ -61,7 +61,10 @@ def _on_device(inputs: Inputs) -> Inputs:
 
 @pytest.mark.parametrize(
     "op, cast",
-    [("attention", "qkv"), ("attention_varlen", "qkv"), ("ffn", ("x", "w1", "b1", "w2", "b2"))],
+    [
+        *((op, "qkv") for op in ("attention", "attention_varlen", "attention_with_weights")),
+        ("ffn", ("x", "w1", "b1", "w2", "b2")),
+    ],
 )
 @pytest.mark.parametrize("backward_inside", [False, True])
 @each_choice
@@ -218,7 +221,8 @@ def test_layouts_of_output_gradients(
         return tuple(_OUTPUT_GRADIENT_LAYOUTS[layout](g) for g in contiguous(*args))
 
     monkeypatch.setattr(check, "output_gradients", output_gradients)
-    names = {"attention": "gqa", "attention_varlen": "gqa", "ffn": "gelu"}
+    names = dict.fromkeys(("attention", "attention_varlen", "attention_with_weights"), "gqa")
+    names |= {"ffn": "gelu"}
     name = names.get(spec.name, "four_dimensions")
     oracle = check.Oracle(spec, SAMPLES[spec.name, name], torch.float32)
     rows = check.check_sample(oracle, backend, DEVICE)

@@ -283,6 +283,7 @@ _COMPLETE: dict[str, Inputs] = {
     "attention_varlen": dict.fromkeys("qkv", torch.ones(3, 2, 4))
     | {"cu_seqlens_q": _OFFSETS, "cu_seqlens_k": _OFFSETS, "max_seqlen_q": 2, "max_seqlen_k": 2}
     | _SEEDED,
+    "attention_with_weights": dict.fromkeys("qkv", torch.ones(1, 2, 3, 4)) | _LENGTHS | _SEEDED,
     "attention_weights": dict.fromkeys("qk", torch.ones(1, 2, 3, 4)) | _LENGTHS,
     "add_layer_norm": _ROWS
     | {"residual": torch.ones(2, 3), "x_bias": torch.ones(3), "bias": torch.ones(3)}
@@ -431,6 +432,20 @@ SMALL = (
             "return_lse": True,
         },
     ),
+    Small(
+        "attention_with_weights",
+        "everything",
+        _qkv(2, 4, 2, 3, 5, 2, 3)
+        | {
+            "mask": _vary(2, 4, 3, 5),
+            "causal": "bottom_right",
+            "key_lengths": torch.tensor([5, 3]),
+            "dropout_p": 0.3,
+            "average": False,
+        }
+        | _seed(),
+    ),
+    Small("attention_with_weights", "average", _qkv(2, 4, 2, 3, 5, 2, 3) | {"average": True}),
     Small(
         "attention_varlen",
         "everything",

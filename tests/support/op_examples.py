@@ -50,7 +50,7 @@ def example_inputs(
         return torch.randn(*shape, generator=generator, dtype=dtype).requires_grad_()
 
     dropout: Inputs = {"dropout_p": 0.2, "dropout_seed": torch.tensor([11]), "dropout_stream": 1}
-    if op == "attention":
+    if op in ("attention", "attention_with_weights"):
         inputs: Inputs = {
             "q": data(2, 4, length, 8),
             "k": data(2, 2, length + 3, 8),
@@ -59,7 +59,8 @@ def example_inputs(
             "key_lengths": torch.tensor([length, 3]),
         }
         dropout["dropout_seed"] = torch.tensor([11, 1, 3, 32, 16])
-        return inputs | {"causal": "bottom_right", "return_lse": True} | dropout
+        returned = {"return_lse": True} if op == "attention" else {"average": True}
+        return inputs | {"causal": "bottom_right"} | returned | dropout
     if op == "attention_varlen":  # heads first
         inputs = {
             name: data(heads, length + 3, 8) for name, heads in zip("qkv", (4, 2, 2), strict=True)

@@ -12,7 +12,7 @@ OPS = tuple(all_specs())
 def small_call(op: str) -> dict[str, Any]:
     """The arguments of a call without optional ones."""
     x = torch.ones(2, 3)
-    if op == "attention":
+    if op in ("attention", "attention_with_weights"):
         q = torch.ones(1, 2, 3, 4)
         return {"q": q, "k": q, "v": q}
     if op == "attention_varlen":

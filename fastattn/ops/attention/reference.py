@@ -8,6 +8,7 @@ B batch, H query heads, K key/value heads, G = H / K heads in a group, M queries
 head dims. A row (query) or key is dead if no pair with it is allowed, else live.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fastattn.ops._dropout import attention_keep, keep_scale
+from fastattn.ops.attention.calls import BackwardCall
 
 TOP_LEFT, BOTTOM_RIGHT, BOTTOM_RIGHT_LENGTHS = 1, 2, 3
 
@@ -290,11 +292,12 @@ def attention_with_weights_bwd(
     dout: Tensor | None, dlse: Tensor | None, dweights: Tensor | None, *others: Any
 ) -> tuple[Tensor | None, ...]:
     """others: those of `attention_bwd`, with `average` before `needs`."""
-    q, *options, average, needs = others
+    *options, average, needs = others
+    call = BackwardCall._make([dout, dlse, *options, needs])
     if dweights is not None and average:
-        H = q.shape[1]
+        H = call.q.shape[1]
         dweights = (dweights / H)[:, None].expand(-1, H, -1, -1)
-    return attention_bwd(dout, dlse, q, *options, needs, dweights=dweights)  # type: ignore[misc]
+    return attention_bwd(*call, dweights=dweights)
 
 
 def attention_bwd(
@@ -319,7 +322,7 @@ def attention_bwd(
     dropout_p: float,
     dropout_seed: Tensor | None,
     dropout_stream: int,
-    needs: list[bool],
+    needs: Sequence[bool],
     dweights: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Recomputes the softmax; `out` and `lse` are for other backends. dweights: the gradient of the
@@ -547,7 +550,7 @@ def attention_varlen_bwd(
     dropout_p: float,
     dropout_seed: Tensor | None,
     dropout_stream: int,
-    needs: list[bool],
+    needs: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
     T, S = q.shape[0], k.shape[0]
     queries, keys = padded(cu_seqlens_q, max_seqlen_q, T), padded(cu_seqlens_k, max_seqlen_k, S)

@@ -421,8 +421,12 @@ SAMPLES = (
 )  # fmt: skip
 
 
-def magnitudes(inputs: Inputs, douts: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    """The formulas on absolute values. The error of a weight grows with the size of its score."""
+def magnitudes(
+    inputs: Inputs, douts: tuple[Tensor, ...], dweights: Tensor | float = 0.0
+) -> dict[str, Tensor]:
+    """The formulas on absolute values. The error of a weight grows with the size of its score.
+    dweights: the gradient of the weights after dropout, broadcastable to [B, H, M, N].
+    """
     q, k, v, scale = inputs["q"], inputs["k"], inputs["v"], scale_of(inputs)
     scores = scores_of(inputs)
     masks, bounds = restrictions(inputs)[:3], restrictions(inputs)[3:]
@@ -451,6 +455,7 @@ def magnitudes(inputs: Inputs, douts: tuple[Tensor, ...]) -> dict[str, Tensor]:
     p = t.p * (1 + size)
     dropped = p if t.drop is None else p * t.drop
     dp = dout @ t.v.abs().transpose(-1, -2)
+    dp = dp + torch.where(t.live_rows, dweights, 0).abs().expand(B, H, M, N).reshape(dp.shape)
     dp = dp if t.drop is None else dp * t.drop
     ds = p * (dp + (p * dp).sum(-1, keepdim=True) + dlse[..., None])
     largest = size.amax(-1) if N else size.sum(-1)
@@ -458,6 +463,7 @@ def magnitudes(inputs: Inputs, douts: tuple[Tensor, ...]) -> dict[str, Tensor]:
     mags = {
         "out": (dropped @ t.v.abs()).reshape(B, H, M, v.shape[3]),
         "lse": (largest + t.lse.abs().nan_to_num(posinf=0.0)).reshape(B, H, M),
+        "weights": dropped.reshape(B, H, M, N),
         "dq": (product @ t.k.abs()).reshape(q.shape),
         "dk": (product.transpose(-1, -2) @ t.q.abs()).sum(2),
         "dv": (dropped.transpose(-1, -2) @ dout).sum(2),
@@ -482,7 +488,13 @@ def magnitudes(inputs: Inputs, douts: tuple[Tensor, ...]) -> dict[str, Tensor]:
 
 
 def torch_form(inputs: Inputs) -> tuple[Tensor, ...]:
-    """attention by torch.softmax, logsumexp and einsum, with key/value heads repeated."""
+    return torch_results(inputs)[:2]
+
+
+def torch_results(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """attention by torch.softmax, logsumexp and einsum, with key/value heads repeated: out, lse and
+    the weights after dropout.
+    """
     q, k, v = inputs["q"], inputs["k"], inputs["v"]
     allowed = allowed_of(inputs)
     rows, keys = dead(inputs)
@@ -521,10 +533,10 @@ def torch_form(inputs: Inputs) -> tuple[Tensor, ...]:
     if sinks is not None:
         beyond = dead_positions(inputs)["lse"]
         lse = torch.where(rows & ~beyond, sinks.to(lse.dtype)[:, None], lse)
-    return torch.einsum("bhmn,bhnd->bhmd", p, v), lse
+    return torch.einsum("bhmn,bhnd->bhmd", p, v), lse, p
 
 
-def _widen(inputs: Inputs) -> Inputs:
+def widen_inputs(inputs: Inputs) -> Inputs:
     """The inputs in fp64; pairs that the mask blocks stay blocked (-inf)."""
     wide = widen(inputs)
     mask = inputs.get("mask")
@@ -535,7 +547,7 @@ def _widen(inputs: Inputs) -> Inputs:
     return wide
 
 
-def _slice_dims(name: str, result: Tensor) -> int:
+def slice_dims(name: str, result: Tensor) -> int:
     """Each (batch, head) is a slice; a mask of two or fewer dimensions is one slice."""
     return min(2, max(0, result.dim() - 2))
 
@@ -648,8 +660,8 @@ SPECS = (
         PADDED_WORKLOADS,
         torch_form,
         magnitudes,
-        _slice_dims,
-        _widen,
+        slice_dims,
+        widen_inputs,
         entries,
         dead=dead_positions,
         prepare=prepare,

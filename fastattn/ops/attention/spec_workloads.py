@@ -5,6 +5,9 @@ have padding, masks, dropout, windows, grouped heads, changed scores, short sequ
 sentences, or a single query (decoding).
 """
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -244,5 +247,30 @@ def _packed_workloads() -> tuple[Workload, ...]:
     return tuple(rows)
 
 
+def _weights_workloads() -> tuple[Workload, ...]:
+    """Workloads of attention that also return the weights, averaged over the heads."""
+    found = []
+    for name, B, H, S, D, mask in (
+        ("b8_h4_s128_d64_weights", 8, 4, 128, 64, None),
+        ("b2_h8_s512_d64_bias_weights", 2, 8, 512, 64, "float HMN"),
+    ):
+        attention = padded_workload(name, B, H, S, D, ("cuda", "cpu"), mask=mask)
+
+        def make(*args: Any, attention: Workload = attention) -> Inputs:
+            return attention.make(*args) | {"average": True}
+
+        weights = 2.0 * B * S * S
+        found.append(
+            replace(
+                attention,
+                make=make,
+                bytes=attention.bytes + weights,
+                backward_bytes=attention.backward_bytes + weights,
+            )
+        )
+    return tuple(found)
+
+
 PADDED_WORKLOADS = _padded_workloads()
 PACKED_WORKLOADS = _packed_workloads()
+WEIGHTS_WORKLOADS = _weights_workloads()

@@ -481,7 +481,10 @@ def attention_with_weights(
 
     Args:
         average: whether to average the weights over the heads.
-        The other arguments are those of `attention`; q, k and v must not be nested.
+        q, k, v, mask, key_lengths, query_lengths, causal, window, scale, alibi_slopes, softcap,
+            sinks, relative_bias, relative_buckets, relative_max_distance, dropout_p, dropout_seed,
+            dropout_stream: as in `attention`; q, k and v must not be nested.
+        backend: cpu, torch or reference.
 
     Returns:
         (out, weights). out has the bits of `attention` on the CPU. weights: [B, H, M, N], or

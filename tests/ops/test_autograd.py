@@ -50,9 +50,7 @@ def make_inputs(op: str, shape: tuple[int, ...] = (3, 8), **types: torch.dtype) 
     shape = (*(1,) * (4 - len(shape)), *shape) if op in PADDED else shape
     if op == "attention_varlen":
         shape = {1: (1, 1, width), 2: (shape[0], 1, width)}.get(len(shape), shape)
-    rows = [shape] * dict.fromkeys((*PADDED, "attention_varlen"), 3) | {"add_layer_norm": 2}.get(
-        op, 1
-    )
+    rows = [shape] * (3 if op.startswith("attention") else 2 if op == "add_layer_norm" else 1)
     parameters: list[tuple[int, ...]] = {
         "linear": [(width, width), (width,)],
         "ffn": [(12, width), (12,), (width, 12), (width,)],
@@ -68,6 +66,12 @@ def make_inputs(op: str, shape: tuple[int, ...] = (3, 8), **types: torch.dtype) 
 
 
 def call(op: str, inputs: list[Tensor], **options: Any) -> Any:
+    """The first result of attention_with_weights, all results of other ops."""
+    results = call_with_all_results(op, inputs, **options)
+    return results[0] if op == "attention_with_weights" else results
+
+
+def call_with_all_results(op: str, inputs: list[Tensor], **options: Any) -> Any:
     if op == "attention_varlen":
         length = inputs[0].shape[0]
         offsets = torch.tensor([0, length // 2, length], dtype=torch.int32)
@@ -80,7 +84,7 @@ def call(op: str, inputs: list[Tensor], **options: Any) -> Any:
 
 def results_of(op: str, inputs: list[Tensor], **options: Any) -> list[Tensor]:
     """The results, and the gradients of all inputs that require one."""
-    outputs = call(op, inputs, **options)
+    outputs = call_with_all_results(op, inputs, **options)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     generator = torch.Generator().manual_seed(1)
     weights = [torch.randn(y.shape, generator=generator).to(y.dtype) for y in outputs]
@@ -355,16 +359,18 @@ def test_double_backward(op: str) -> None:
 def test_every_choice_of_gradients(op: str) -> None:
     """Gradients have the same bits if other inputs are constant or need no gradient."""
     inputs = make_inputs(op)
-    y, *every = results_of(op, inputs)
-    retained = call(op, inputs)
-    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
+    every = results_of(op, inputs)[-len(inputs) :]
+    retained = call_with_all_results(op, inputs)
+    retained = retained if isinstance(retained, tuple) else (retained,)
+    generator = torch.Generator().manual_seed(1)
+    gradients = [torch.randn(y.shape, generator=generator) for y in retained]
     for chosen in range(1, 2 ** len(inputs)):
         of = [i for i in range(len(inputs)) if chosen >> i & 1]
         some = [x.detach().requires_grad_(i in of) for i, x in enumerate(inputs)]
         wanted = [inputs[i] for i in of]
         for found in (
-            results_of(op, some)[1:],
-            torch.autograd.grad(retained, wanted, dy, retain_graph=True),
+            results_of(op, some)[len(retained) :],
+            torch.autograd.grad(retained, wanted, gradients, retain_graph=True),
         ):
             for i, gradient in zip(of, found, strict=True):
                 assert torch.equal(gradient, every[i]), (of, i)

@@ -9,7 +9,7 @@ import torch
 from cpu_library import needs_library
 from op_examples import results_of
 from products import SetFaster
-from small_calls import OPS, small_call
+from small_calls import OPS, first_result, small_call
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -50,7 +50,7 @@ def _differentiated(op: str, calls: dict[str, Any]) -> list[Tensor]:
         name: x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
         for name, x in calls.items()
     }
-    y = getattr(fastattn, op)(**leaves)
+    y = first_result(op, **leaves)
     wanted = [x for x in leaves.values() if isinstance(x, Tensor) and x.requires_grad]
     return [y.detach(), *torch.autograd.grad(y.sin().sum(), wanted)]
 
@@ -120,7 +120,7 @@ def test_traces_hold_the_ops(op: str, requires_grad: bool) -> None:
     names = [n for n, x in calls.items() if isinstance(x, Tensor) and x.is_floating_point()]
 
     def function(*tensors: Tensor) -> Tensor:
-        return getattr(fastattn, op)(**calls | dict(zip(names, tensors, strict=True)))
+        return first_result(op, **calls | dict(zip(names, tensors, strict=True)))
 
     examples = [calls[n].detach().requires_grad_(requires_grad) for n in names]
     trace = torch.jit.trace(function, tuple(examples), check_trace=False)
@@ -257,7 +257,7 @@ def test_opcheck_of_named_calls(op: str, backend: str) -> None:
     floats = {n: x for n, x in calls.items() if isinstance(x, Tensor) and x.is_floating_point()}
     leaves = {n: torch.randn_like(x).requires_grad_() for n, x in floats.items()}
     with _Names() as mode:
-        y = getattr(fastattn, op)(**calls | leaves, backend=backend)
+        y = first_result(op, **calls | leaves, backend=backend)
         torch.autograd.grad(y.sin().sum(), list(leaves.values()))
     assert [f.name() for f, _ in mode.calls] == [
         f"fastattn::{op}_{direction}.backend" for direction in ("fwd", "bwd")
@@ -352,7 +352,7 @@ def test_the_library_runs_what_cpu_does_not_refuse(
         monkeypatch.setattr(functional, check, lambda *_: None)
 
     def results(backend: str | None) -> list[Tensor]:
-        y = getattr(fastattn, op)(**calls | leaves, backend=backend)
+        y = first_result(op, **calls | leaves, backend=backend)
         return [y, *torch.autograd.grad(y.double().sin().sum(), list(leaves.values()))]
 
     with _Runs(monkeypatch) as runs:

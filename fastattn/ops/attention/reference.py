@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from fastattn.ops._dropout import attention_keep, keep_scale
-from fastattn.ops.attention.calls import BackwardCall
 
 TOP_LEFT, BOTTOM_RIGHT, BOTTOM_RIGHT_LENGTHS = 1, 2, 3
 
@@ -288,21 +287,16 @@ def attention_with_weights_fwd(
     return out, lse, (weights.mean(1) if average else weights).to(q.dtype)
 
 
+def attention_bwd(*call: Any) -> tuple[Tensor | None, ...]:
+    """call: the arguments of `attention_with_weights_bwd` without dweights and average."""
+    dout, dlse, *options, needs = call
+    return attention_with_weights_bwd(*(dout, dlse, None, *options, False, needs))
+
+
 def attention_with_weights_bwd(
-    dout: Tensor | None, dlse: Tensor | None, dweights: Tensor | None, *others: Any
-) -> tuple[Tensor | None, ...]:
-    """others: those of `attention_bwd`, with `average` before `needs`."""
-    *options, average, needs = others
-    call = BackwardCall._make([dout, dlse, *options, needs])
-    if dweights is not None and average:
-        H = call.q.shape[1]
-        dweights = (dweights / H)[:, None].expand(-1, H, -1, -1)
-    return attention_bwd(*call, dweights=dweights)
-
-
-def attention_bwd(
     dout: Tensor | None,
     dlse: Tensor | None,
+    dweights: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -322,12 +316,10 @@ def attention_bwd(
     dropout_p: float,
     dropout_seed: Tensor | None,
     dropout_stream: int,
+    average: bool,
     needs: Sequence[bool],
-    dweights: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """Recomputes the softmax; `out` and `lse` are for other backends. dweights: the gradient of the
-    weights after dropout, [B, H, M, N].
-    """
+    """Recomputes the softmax; `out` and `lse` are for other backends."""
     t = _softmax(
         q, k, v, mask, key_lengths, query_lengths, distance_bias, sinks, softcap, causal,
         window_left, window_right, scale, dropout_p, dropout_seed, dropout_stream,
@@ -339,6 +331,8 @@ def attention_bwd(
     dsink = torch.zeros_like(t.p_sink)
     dp = torch.zeros_like(t.p)  # gradient of the weights
     if dweights is not None:
+        if average:
+            dweights = (dweights / H)[:, None].expand(-1, H, -1, -1)
         dp = torch.where(t.live_rows, dweights, 0).to(t.p.dtype).reshape(t.p.shape)
     if dout is not None:
         dout = torch.where(t.live_rows, dout, 0).to(t.p.dtype).reshape(*grouped, v.shape[3])

@@ -48,7 +48,8 @@ struct Case {
   bool mask, dropout, changes;                      // changes: bias by distance, soft cap and sinks
 };
 
-// What one run leaves behind: out, lse and the gradients.
+// What one run leaves behind: out, lse, the mean of the weights and the gradients, which include
+// those of the weights.
 std::vector<Floats> results(const Case& c, int64_t threads) {
   constexpr int kHeadDim = 24, kValueDim = 20;
   const bool packed = !c.cu_seqlens_q.empty();
@@ -63,6 +64,9 @@ std::vector<Floats> results(const Case& c, int64_t threads) {
   Floats distance_bias = numbers(c.heads * distances, 6), sinks = numbers(c.heads, 7);
   Floats out(dout.size()), lse(lse_rows), dq(q.size()), dk(k.size()), dv(v.size()),
       dbias(bias.size()), ddistance_bias(distance_bias.size()), dsinks(sinks.size());
+  const bool with_weights = !packed;
+  Floats weights(with_weights ? c.batch * c.queries * c.keys : 0);
+  Floats dweights = numbers(static_cast<int64_t>(weights.size()), 8);
 
   // Storage [batch, positions, heads, columns], which is [positions, heads, columns] when packed.
   const auto view = [&](Floats& x, int64_t heads, int64_t positions, int64_t columns) {
@@ -104,7 +108,11 @@ std::vector<Floats> results(const Case& c, int64_t threads) {
   a.dropout = {c.dropout ? 40 : 0, c.dropout ? 256.0f / 216.0f : 1.0f, 17u, 23u};
 
   Forward forward = {a, view(out, c.heads, c.queries, kValueDim), lse.data(), nullptr};
-  Floats workspace(forward_floats(a, threads));
+  if (with_weights) {
+    forward.weights = weights.data();
+    forward.average = true;
+  }
+  Floats workspace(forward_floats(forward, threads));
   const int64_t forward_size = static_cast<int64_t>(workspace.size());
   launch_forward(portable::kKernels, forward, workspace.data(), forward_size, threads, kOnThreads);
 
@@ -113,6 +121,11 @@ std::vector<Floats> results(const Case& c, int64_t threads) {
   backward.out = forward.out;
   backward.dout = view(dout, c.heads, c.queries, kValueDim);
   backward.lse = lse.data();
+  if (with_weights) {
+    backward.dweights = dweights.data();
+    backward.average = true;
+    backward.exact_delta = true;
+  }
   backward.dq = view(dq, c.heads, c.queries, kHeadDim);
   backward.dk = view(dk, c.kv_heads, c.keys, kHeadDim);
   backward.dv = view(dv, c.kv_heads, c.keys, kValueDim);
@@ -127,7 +140,7 @@ std::vector<Floats> results(const Case& c, int64_t threads) {
   const int64_t backward_size = static_cast<int64_t>(workspace.size());
   launch_backward(portable::kKernels, backward, lse_rows, workspace.data(), backward_size, threads,
                   kOnThreads);
-  return {out, lse, dq, dk, dv, dbias, ddistance_bias, dsinks};
+  return {out, lse, weights, dq, dk, dv, dbias, ddistance_bias, dsinks};
 }
 
 }  // namespace

@@ -16,17 +16,21 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import fastattn
 from fastattn.ops import _env, _native
 from fastattn.testing.check import write_json
 
 ROUNDS = 11
-CALLS = {"cpu": 1500, "cuda": 50}  # a GPU's queue holds about a thousand launches
+# Calls in a round, fewer if they take longer than _ROUND_S. A GPU's queue holds about a thousand
+# launches.
+CALLS = {"cpu": 1500, "cuda": 50}
+_ROUND_S = 0.15
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,16 @@ CASES: dict[str, tuple[list[tuple[int, ...]], Callable[..., Tensor], Callable[..
 }
 
 
+# Attention that also returns the averaged weights: batch, queries, keys, width, heads.
+WITH_WEIGHTS = (
+    (3, 60, 60, 64, 4),
+    (8, 128, 128, 256, 4),
+    (2, 512, 512, 512, 8),
+    (3, 12, 60, 64, 4),
+)
+MASKS = ("", "padding", "float causal and padding")
+
+
 def measure(device: torch.device) -> list[Row]:
     rows = []
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -75,15 +89,57 @@ def measure(device: torch.device) -> list[Row]:
         for direction, run in (("forward", forward), ("forward + backward", both)):
             calls = (fastattn_call, pytorch_call)
             rows.append(_row(f"{name}, {direction}", device, run, *calls))
+    for shape in WITH_WEIGHTS:
+        for mask in MASKS:
+            rows += _rows_with_weights(shape, mask, device, dtype)
+    return rows
+
+
+def _rows_with_weights(
+    shape: tuple[int, ...], mask: str, device: torch.device, dtype: torch.dtype
+) -> list[Row]:
+    """`MultiheadAttention` with need_weights=True; the loss reads the context."""
+    B, M, N, E, H = shape
+    pytorch = nn.MultiheadAttention(E, H, batch_first=True, device=device, dtype=dtype)
+    converted = fastattn.nn.MultiheadAttention(E, H, batch_first=True, device=device, dtype=dtype)
+    converted.load_state_dict(pytorch.state_dict())
+    query = torch.randn(B, M, E, device=device, dtype=dtype)
+    memory = query if M == N else torch.randn(B, N, E, device=device, dtype=dtype)
+    gradient = torch.randn_like(query)
+    masks: dict[str, Tensor] = {}
+    if mask:
+        blocked = torch.zeros(B, N, dtype=torch.bool, device=device)
+        blocked[0, N // 2 :] = True
+        masks["key_padding_mask"] = blocked
+    if mask.startswith("float"):
+        masks["key_padding_mask"] = query.new_zeros(B, N).masked_fill(blocked, -torch.inf)
+        masks["attn_mask"] = query.new_full((M, N), -torch.inf).triu(1 + N - M)
+
+    def forward(module: Callable[..., Any]) -> Tensor:
+        context: Tensor = module(query, memory, memory, **masks)[0]
+        return context
+
+    def both(module: nn.Module) -> None:
+        torch.autograd.grad(forward(module), [query, memory, *module.parameters()], gradient)
+
+    name = f"weights {B}x{M}x{E}" + (f" over {N}" if M != N else "") + (mask and f", {mask}")
+    rows = []
+    for direction, run in (("forward", forward), ("forward + backward", both)):
+        for x in (query, memory, *pytorch.parameters(), *converted.parameters()):
+            x.requires_grad_(run is both)
+        rows.append(_row(f"{name}, {direction}", device, run, converted, pytorch))
     return rows
 
 
 def _row(
-    name: str, device: torch.device, run: Callable[..., None], *calls: Callable[..., Tensor]
+    name: str, device: torch.device, run: Callable[..., Any], *calls: Callable[..., Any]
 ) -> Row:
     on_cpu = device.type == "cpu"
     clock = time.process_time if on_cpu else time.perf_counter
-    count = CALLS[device.type]
+    run(calls[1])
+    start = clock()
+    run(calls[1])
+    count = max(1, min(CALLS[device.type], int(_ROUND_S / (clock() - start))))
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(ROUNDS + 1):  # the first one is a warm-up
         for f, measured in zip(calls, times, strict=True):
@@ -115,9 +171,9 @@ def main() -> None:
     where = _env.device_name(device)
     print(f"{where}, one thread, torch {_env.torch_version()}")
     print(f"not used: {missing}" if missing else "with the native libraries and the extension")
-    print(f"{'':40} fastattn us  PyTorch us  ratio")
+    print(f"{'':64} fastattn us  PyTorch us  ratio")
     for row in rows:
-        print(f"{row.call:40} {row.fastattn_us:11.1f} {row.pytorch_us:11.1f} {row.ratio:6.2f}")
+        print(f"{row.call:64} {row.fastattn_us:11.1f} {row.pytorch_us:11.1f} {row.ratio:6.2f}")
     if options.json:
         report = {"device": where, "versions": _env.versions(), "missing": missing}
         write_json(options.json, report | {"rows": [asdict(row) for row in rows]})

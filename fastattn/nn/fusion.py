@@ -120,9 +120,10 @@ class DropoutStreams:
     The seed is drawn at the first active dropout, so evaluation leaves the generator unchanged.
     """
 
-    def __init__(self, device: torch.device, sharding: Sharding = SINGLE) -> None:
+    def __init__(self, device: torch.device, sharding: Sharding | None = None) -> None:
         self.device = device
-        self.sharding = sharding
+        # Not as the default: torch.compile cannot trace an object that is a default value.
+        self.sharding = SINGLE if sharding is None else sharding
         self.seed: Tensor | None = None
         self.stream = -1
 

@@ -131,3 +131,22 @@ def test_errors_equal_pytorchs() -> None:
         linear(x, weight[:, 1:])
     with pytest.raises(RuntimeError, match="at least 1D"):
         linear(x, weight[0, 0])
+
+
+COMPILED: dict[str, tuple[Callable[[], nn.Module], int, dict[str, Any]]] = {
+    "attention": (
+        lambda: fastattn.nn.MultiheadAttention(16, 4, batch_first=True),
+        3,
+        {"need_weights": False},
+    ),
+    "length-masked": (lambda: fastattn.nn.LengthMaskedMultiheadAttention(*[16] * 4, 4), 3, {}),
+    "add and norm": (lambda: fastattn.nn.AddNorm(16, 0.0), 2, {}),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_modules_that_are_compiled_alone_are_one_graph(name: str) -> None:
+    make, count, given = COMPILED[name]
+    module, inputs = make(), torch.randn(count, 2, 3, 16)
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(*inputs, **given), module(*inputs, **given))

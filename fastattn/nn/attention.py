@@ -280,7 +280,7 @@ def heads_with_weights(
         mask=mask,
         scale=scale_of(module),
         dropout_p=p,
-        **DropoutStreams(q.device).take(p, of="heads"),
+        **DropoutStreams(q.device, sharding_of(module)).take(p, of="heads"),
         **scores,
     )
 

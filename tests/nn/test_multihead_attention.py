@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from module_equivalence import assert_same, random_mask, twins
-from torch import Tensor
+from torch import Tensor, nn
 
 import fastattn.nn as fnn
 
@@ -164,7 +164,6 @@ def test_tensor_subclasses_use_pytorch():
 
 @pytest.mark.parametrize("attention", ["length-masked", "multi-head", "multi-head, floating"])
 def test_keys_that_no_query_may_attend_may_hold_any_value(attention):
-    """Also with need_weights, which no op computes."""
     x = torch.randn(2, 4, E)
     x[1, 2:] = torch.nan
     if attention == "length-masked":
@@ -195,3 +194,86 @@ def test_queries_without_keys_may_hold_any_value(need_weights):
     context, _ = module(query, keys, keys, attn_mask=blocked, need_weights=need_weights)
     (gradient,) = torch.autograd.grad(context.sum(), keys)
     assert context.isfinite().all() and gradient.isfinite().all()
+
+
+def _with_weights(kind: str, **options: float) -> tuple[nn.Module, Tensor, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    module = fnn.MultiheadAttention(E, H, batch_first=True, **options)
+    masks = {}
+    if "padding" in kind:
+        masks["key_padding_mask"] = torch.arange(M) >= torch.tensor([M, 3, 1])[:, None]
+    if "causal" in kind:
+        masks["attn_mask"] = torch.ones(M, M, dtype=torch.bool).triu(1)
+    if "float" in kind:
+        masks = {
+            name: torch.randn(m.shape).masked_fill(m, float("-inf")) for name, m in masks.items()
+        }
+    return module, torch.randn(B, M, E, requires_grad=True), masks
+
+
+each_mask = pytest.mark.parametrize("kind", ["none", "padding", "float causal and padding"])
+
+
+@each_mask
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", [{}, {"add_bias_kv": True, "add_zero_attn": True}])
+def test_the_context_does_not_depend_on_the_weights(kind, dtype, options):
+    """The same bits, also with dropout."""
+    module, x, masks = _with_weights(kind, dropout=0.3, **options)
+    masks = {name: m if m.dtype is torch.bool else m.to(dtype) for name, m in masks.items()}
+    module, x = module.to(dtype), x.detach().to(dtype)
+    contexts = []
+    for given in ({"need_weights": False}, {}, {"average_attn_weights": False}):
+        torch.manual_seed(3)
+        contexts.append(module(x, x, x, **masks, **given)[0])
+    assert all(torch.equal(context, contexts[0]) for context in contexts)
+
+
+@each_mask
+@pytest.mark.parametrize("average", [False, True])
+def test_weights_under_autocast(kind, average):
+    """In its dtype, as in PyTorch, with fp32 gradients of the parameters."""
+    module, x, masks = _with_weights(kind)
+    reference = nn.MultiheadAttention(E, H, batch_first=True)
+    reference.load_state_dict(module.state_dict())
+    found = []
+    for each in (module, reference):
+        with torch.autocast("cpu", torch.bfloat16):
+            out, weights = each(x, x, x, average_attn_weights=average, **masks)
+        loss = out.float().square().sum() + weights.float().square().sum()
+        found.append((out, weights, *torch.autograd.grad(loss, [x, *each.parameters()])))
+    for a, b in zip(*found, strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a.float(), b.float(), atol=0.1, rtol=0.05)
+
+
+@each_mask
+def test_second_derivatives_of_weights(kind):
+    module, x, masks = _with_weights(kind)
+    module, x = module.double(), x.detach().double().requires_grad_()
+    masks = {name: m if m.dtype is torch.bool else m.double() for name, m in masks.items()}
+    assert torch.autograd.gradgradcheck(lambda x: module(x, x, x, **masks), x)
+
+
+@each_mask
+def test_weights_compiled_and_exported(kind):
+    module, x, masks = _with_weights(kind)
+    expected = module(x, x, x, **masks)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")(x, x, x, **masks)
+    exported = torch.export.export(module.eval(), (x, x, x), masks).module()(x, x, x, **masks)
+    for found in (compiled, exported):
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_weights_under_vmap(average):
+    module, x, masks = _with_weights("padding")
+    xs = torch.stack([x.detach(), x.detach().flip(0)])
+
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        return module(x, x, x, average_attn_weights=average, **masks)
+
+    found = torch.vmap(function)(xs)
+    for a, b in zip(found, zip(*map(function, xs), strict=True), strict=True):
+        torch.testing.assert_close(a, torch.stack(b))

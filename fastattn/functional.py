@@ -438,7 +438,7 @@ def attention_weights(
     q, k = autocast(q, k)
     B, H, M, D, N = check_attention_inputs(q, k, k)
     mask, causal = aligned_mask(mask, causal, M, N)
-    mask, _, key_lengths, query_lengths = check_restrictions(
+    mask, mask_tiles, key_lengths, query_lengths = check_restrictions(
         mask, key_lengths, query_lengths, B, H, M, N, q.device
     )
     code = causal_code(causal, M, N, key_lengths, query_lengths)
@@ -446,9 +446,16 @@ def attention_weights(
         alibi_slopes, softcap, sinks, relative_bias, relative_buckets, relative_max_distance,
         causal=code, B=B, M=M, N=N, q=q,
     )  # fmt: skip
+    limits = (*scores, code, *check_window(window), check_scale(scale, D))
+    if rows is None and heads is None and q.device.type == "cpu":
+        # Values without columns: the kernel computes weights alone, in the dtype of the result.
+        q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
+        return _attention_with_weights(
+            q, k, k.detach()[..., :0], mask, mask_tiles, key_lengths, query_lengths, *limits,
+            0.0, None, 0, False,
+        )[2]  # fmt: skip
     return _attention_weights(
-        q, k, mask, key_lengths, query_lengths, *scores, code, *check_window(window),
-        check_scale(scale, D),
+        q, k, mask, key_lengths, query_lengths, *limits,
         check_index("rows", rows, M, q.device), check_index("heads", heads, H, q.device),
     )  # fmt: skip
 

@@ -27,6 +27,7 @@ _QUICK = re.compile(
     r"b8_h16_s2048_d128|b4_h16_s4096_d128_causal|b16_h16_s1024_d64_padded_both|32768x1024|16384x1024_relu"
     r"|b2_h8_s128_d64|b2_h8_s1024_d64_padded_both|2048x512|2048x512_relu|d512_h8_b64_s512|d128_h4_b4_s64"
     r"|b16_h16_s1024_d64_packed|b2_h8_s512_d64_packed|d512_h8_b32_s64_new128|d256_h4_b8_s24_new24|2048x256x768"
+    r"|b8_h4_s128_d64_weights"
 )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from benchmarks.conftest import Case
 
-OPS = ("attention", "attention_varlen")
+OPS = ("attention", "attention_varlen", "attention_with_weights")
 
 
 def test_attention(case: Case, measure: Callable[[Case], None]) -> None:

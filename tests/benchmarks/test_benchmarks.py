@@ -628,7 +628,7 @@ def test_quick_runs_show_every_op(device_type: str) -> None:
     # A linear layer on a GPU runs torch's op.
     expected = set(cases.ops()) - ({"linear"} if device_type == "cuda" else set())
     assert {g.op for g in quick} == {g.op for g in everything} == expected
-    assert len(quick) <= 19 and len(quick) < len(everything)
+    assert len(quick) <= 21 and len(quick) < len(everything)
     names = [name for group in everything for name in group.cases]
     assert len(names) == len(set(names))
     # Every prefix of the spread order covers every op.

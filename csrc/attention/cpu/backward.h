@@ -386,9 +386,14 @@ inline void delta_from_out(const Backward& a, const QueryTile& at, const RowRang
   });
 }
 
-// With delta = 0, the sum of a row's ds is its delta.
+// With delta = 0, the sum of a row's ds is its delta. The rounding error of lse is a factor of all
+// weights of a row: where dweights are given, delta is divided by the sum of the weights, which has
+// the same factor, so that sums of p (dp - delta) stay 0. With dropout or a sink these sums are not
+// at hand.
 inline void delta_from_weights(const Backward& a, const QueryTile& at, const RowRanges& rows,
                                const BackwardWorkspace& memory, float* delta) {
+  const bool normalize = a.dweights && a.dropout.threshold == 0 && !a.sinks;
+  float sums[kTileRows] = {};
   Gradients<Floats> tiles(a, memory);
   tiles.pack_queries(at.sequence, at.h, at.first, rows.count, false);
   const DeadKeys dead(a, at.sequence, at.kv_head);
@@ -400,11 +405,18 @@ inline void delta_from_weights(const Backward& a, const QueryTile& at, const Row
       continue;
     }
     for (int i = tiles.rows().begin; i < tiles.rows().end; ++i) {
-      Float total = {};
+      Float total = {}, weights = {};
       for (int j = 0; j < tiles.columns(); j += kLanes) {
         total += load(tiles.ds() + i * kTileKeys + j);
+        weights += load(memory.s + i * kTileKeys + j);
       }
       delta[i] += sum(total);
+      sums[i] += sum(weights);
+    }
+  }
+  for (int i = 0; normalize && i < rows.count; ++i) {
+    if (sums[i] > 0.0f) {
+      delta[i] /= sums[i];
     }
   }
 }

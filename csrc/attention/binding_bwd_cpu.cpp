@@ -96,8 +96,8 @@ std::optional<Tensor> wanted(const Tensor& gradient, bool needed) {
 // dweights: in fp32, or none.
 void compute_bwd(const OutputGradients& d, const std::optional<Tensor>& dweights, bool average,
                  const Operands& x, const Masks& masks, const Outputs& outputs,
-                 const Options& options, const std::vector<bool>& needs,
-                 const Gradients& gradients, Tensor dmask, const ScoreGradients& of_scores) {
+                 const Options& options, const std::vector<bool>& needs, const Gradients& gradients,
+                 Tensor dmask, const ScoreGradients& of_scores) {
   const Tensor rows[] = {rows_of(x.q), rows_of(x.k), rows_of(x.v)};
   const auto& [dq, dk, dv] = gradients;
   Backward a = {};
@@ -122,8 +122,8 @@ void compute_bwd(const OutputGradients& d, const std::optional<Tensor>& dweights
   }
   if (dweights) {
     const int64_t rows_of_weights = a.batch * (average ? 1 : a.heads) * a.queries;
-    a.dweights = data_of<const float>(*dweights, "dweights", rows_of_weights * a.keys,
-                                      ScalarType::Float);
+    a.dweights =
+        data_of<const float>(*dweights, "dweights", rows_of_weights * a.keys, ScalarType::Float);
     a.average = average;
     a.exact_delta = true;  // out does not show them
   }

@@ -5,6 +5,6 @@
 #include "attention/cpu/weights.h"
 
 namespace fastattn::attention::FASTATTN_ISA {
-const Kernels kKernels = {forward, weights, combine_splits, tangents,       delta, dq,
-                          dkv,     all_gradients, dmask,    ddistance_bias, dsinks};
+const Kernels kKernels = {forward, weights,       combine_splits, tangents,       delta, dq,
+                          dkv,     all_gradients, dmask,          ddistance_bias, dsinks};
 }  // namespace fastattn::attention::FASTATTN_ISA

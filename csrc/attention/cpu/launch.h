@@ -79,8 +79,7 @@ inline int64_t forward_worker_floats(const Forward& a) {
 }
 
 inline int64_t forward_floats(const Forward& a, int64_t threads) {
-  return a.partials_floats() +
-         workers_for(a, kForwardProducts, threads) * forward_worker_floats(a);
+  return a.partials_floats() + workers_for(a, kForwardProducts, threads) * forward_worker_floats(a);
 }
 
 template <class Parallel>

@@ -371,9 +371,10 @@ struct BackwardWorkspace {
 // Each takes tasks until none is left. Tasks: forward (batch, kv head, head of the group, tile of
 // queries), or (batch, kv head, split) for few queries; weights (batch, tile of queries), all heads
 // in order; combine_splits (batch, kv head); tangents (batch, kv head, head of the group, tile of
-// queries), which for few queries writes no out and lse; delta and dq (batch, kv head, head, tile of queries); dkv (batch, kv head, key task);
-// all_gradients (batch, kv head); dmask (batch or 1, heads or 1, tile of queries or 1, tile of keys
-// or 1); ddistance_bias (batch or 1, head), after dkv or all_gradients; dsinks (head).
+// queries), which for few queries writes no out and lse; delta and dq (batch, kv head, head, tile
+// of queries); dkv (batch, kv head, key task); all_gradients (batch, kv head); dmask (batch or 1,
+// heads or 1, tile of queries or 1, tile of keys or 1); ddistance_bias (batch or 1, head), after
+// dkv or all_gradients; dsinks (head).
 struct Kernels {
   void (*forward)(const Forward&, Queue&, float* workspace);
   void (*weights)(const Forward&, Queue&, float* workspace);

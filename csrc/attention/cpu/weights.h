@@ -1,4 +1,5 @@
-// The forward with attention weights on CPU, [batch, heads, queries, keys] or their mean over heads.
+// The forward with attention weights on CPU, [batch, heads, queries, keys] or their mean over
+// heads.
 //
 // Out and lse have the bits of forward.h, whose loop over tiles of keys this is. The weights of
 // every tile stay in the workspace, relative to the highest exponent so far; at the end they are
@@ -6,8 +7,8 @@
 // those of the heads before. For few queries decode.h computes out and lse, and a pass without
 // values the weights.
 //
-// A task computes all heads of its rows in order, so the bits of a mean depend neither on the number
-// of threads nor on which rows share a chunk.
+// A task computes all heads of its rows in order, so the bits of a mean depend neither on the
+// number of threads nor on which rows share a chunk.
 #pragma once
 
 #include "attention/cpu/forward.h"

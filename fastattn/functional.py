@@ -65,18 +65,18 @@ from fastattn._scores import t5_buckets as t5_buckets
 from fastattn.ops._dropout import draw_seed
 from fastattn.ops._select import OPS, Explanation, explaining
 from fastattn.ops.attention.op import PreparedMask, classify_mask
-from fastattn.ops.attention.op import attention as _attention
-from fastattn.ops.attention.op import attention_paged as _attention_paged
-from fastattn.ops.attention.op import attention_varlen as _attention_varlen
+from fastattn.ops.attention.op import attention as attention_op
+from fastattn.ops.attention.op import attention_paged as attention_paged_op
+from fastattn.ops.attention.op import attention_varlen as attention_varlen_op
 from fastattn.ops.attention.op import attention_weights as _attention_weights
 from fastattn.ops.attention.op import attention_with_weights as _attention_with_weights
 from fastattn.ops.ffn.op import ACTIVATIONS
-from fastattn.ops.ffn.op import ffn as _ffn
-from fastattn.ops.layer_norm.op import add_layer_norm as _add_layer_norm
-from fastattn.ops.layer_norm.op import layer_norm as _layer_norm
-from fastattn.ops.layer_norm.op import rms_norm as _rms_norm
+from fastattn.ops.ffn.op import ffn as ffn_op
+from fastattn.ops.layer_norm.op import add_layer_norm as add_layer_norm_op
+from fastattn.ops.layer_norm.op import layer_norm as layer_norm_op
+from fastattn.ops.layer_norm.op import rms_norm as rms_norm_op
 from fastattn.ops.linear.op import batch_invariant as batch_invariant
-from fastattn.ops.linear.op import linear as _linear
+from fastattn.ops.linear.op import linear as linear_op
 from fastattn.ops.linear.op import linear_runs_torch as linear_runs_torch
 from fastattn.ops.topk_logsumexp.op import topk_logsumexp as _topk_logsumexp
 
@@ -218,7 +218,6 @@ def attention(
     """
     if unknown:
         refuse_unknown(attention, unknown)
-    backend = _attention.choice(backend)
     if isinstance(q, Tensor) and q.is_nested:
         for name, given in (
             ("mask", mask),
@@ -263,12 +262,12 @@ def attention(
             q=q, k=k, v=v, mask=mask, alibi_slopes=alibi_slopes, sinks=sinks,
             relative_bias=relative_bias,
         )  # fmt: skip
-        out, lse = _attention_paged(
+        out, lse = attention_paged_op(
             q, k, v, block_table, mask, key_lengths, query_lengths, distance_bias, sinks, cap, code,
             left, right, scale, backend=backend,
         )  # fmt: skip
     else:
-        out, lse = _attention(
+        out, lse = attention_op(
             q, k, v, mask, mask_tiles, key_lengths, query_lengths, distance_bias, sinks, cap, code,
             left, right, scale, float(dropout_p), seed, dropout_stream, backend=backend,
         )  # fmt: skip
@@ -380,7 +379,6 @@ def attention_varlen(
     """
     if unknown:
         refuse_unknown(attention_varlen, unknown)
-    backend = _attention_varlen.choice(backend)
     q, k, v = autocast(q, k, v)
     check_varlen_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k)
     max_seqlen_q = check_length("max_seqlen_q", max_seqlen_q)
@@ -394,7 +392,7 @@ def attention_varlen(
             causal=code, B=cu_seqlens_q.shape[0] - 1, M=max_seqlen_q, N=max_seqlen_k, q=q,
         )  # fmt: skip
     seed = check_dropout(dropout_p, dropout_seed, dropout_stream, q.device, takes_origin=True)
-    out, lse = _attention_varlen(
+    out, lse = attention_varlen_op(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, distance_bias, sinks, cap,
         code, left, right, scale, float(dropout_p), seed, dropout_stream, backend=backend,
     )  # fmt: skip
@@ -537,11 +535,10 @@ def layer_norm(
     variance are computed in two passes, in fp32 (fp64 for fp64). The result has x's dtype.
     backend: as in `attention`.
     """
-    backend = _layer_norm.choice(backend)
     check_rows("x", x)
     check_parameter("weight", weight, x)
     check_parameter("bias", bias, x)
-    return _layer_norm(x, weight, bias, check_eps(eps), backend=backend)[0]
+    return layer_norm_op(x, weight, bias, check_eps(eps), backend=backend)[0]
 
 
 @overload
@@ -606,7 +603,6 @@ def add_layer_norm(
     """
     if unknown:
         refuse_unknown(add_layer_norm, unknown)
-    backend = _add_layer_norm.choice(backend)
     check_rows("x", x)
     check_rows("residual", residual)
     if residual.shape != x.shape:
@@ -616,7 +612,7 @@ def add_layer_norm(
     check_parameter("weight", weight, residual)
     check_parameter("bias", bias, residual)
     seed = check_dropout(dropout_p, dropout_seed, dropout_stream, x.device)
-    y, z, *_ = _add_layer_norm(
+    y, z, *_ = add_layer_norm_op(
         x, residual, x_bias, weight, bias, check_eps(eps), float(dropout_p), seed, dropout_stream,
         backend=backend,
     )  # fmt: skip
@@ -636,12 +632,11 @@ def rms_norm(
     finfo(torch.float64).eps for fp64, as in PyTorch. The result has x's dtype. backend: as in
     `attention`.
     """
-    backend = _rms_norm.choice(backend)
     check_rows("x", x)
     check_parameter("weight", weight, x)
     if eps is None:
         eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
-    return _rms_norm(x, weight, check_eps(eps), backend=backend)[0]
+    return rms_norm_op(x, weight, check_eps(eps), backend=backend)[0]
 
 
 def ffn(
@@ -676,7 +671,6 @@ def ffn(
     """
     if unknown:
         refuse_unknown(ffn, unknown)
-    backend = _ffn.choice(backend)
     x, w1, b1, w2, b2 = autocast(x, w1, b1, w2, b2)
     check_rows("x", x)
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
@@ -690,7 +684,7 @@ def ffn(
         check_device("residual", residual, x.device)
     output_dropout_p = check_probability("output_dropout_p", output_dropout_p)
     seed = check_dropout(dropout_p, dropout_seed, dropout_stream, x.device, output_dropout_p)
-    return _ffn(
+    return ffn_op(
         x, w1, b1, w2, b2, residual, activation, float(dropout_p), output_dropout_p, seed,
         dropout_stream, backend=backend,
     )[0]  # fmt: skip
@@ -705,14 +699,13 @@ def linear(
     x: [..., D] or a jagged nested tensor [B, j, ..., D]; weight: [E, D]; bias: [E] or None; all in
     the same dtype. backend: as in `attention`.
     """
-    backend = _linear.choice(backend)
     if isinstance(x, Tensor) and x.is_nested:
         jagged.check_rows("x", x)
         return jagged.with_rows(linear(x.values(), weight, bias, backend=backend), x)
     x, weight, bias = autocast(x, weight, bias)
     check_rows("x", x)
     check_linear_weights(x, weight, bias)
-    return _linear(x, weight, bias, backend=backend)  # type: ignore[no-any-return]
+    return linear_op(x, weight, bias, backend=backend)  # type: ignore[no-any-return]
 
 
 def topk_logsumexp(logits: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -44,10 +44,9 @@ def _is_supported(x: Tensor, normalized_shape: tuple[int, ...], eps: Any) -> boo
 
 def _autocast_input(x: Tensor) -> Tensor:
     """x as autocast passes it to torch's norms: in fp32, on a CPU unchanged."""
-    kind = x.device.type
-    if x.dtype not in (torch.bfloat16, torch.float16) or kind in ("cpu", "meta"):
+    if x.is_cpu or x.is_meta or x.dtype not in (torch.bfloat16, torch.float16):
         return x
-    return x.float() if torch.is_autocast_enabled(kind) else x
+    return x.float() if torch.is_autocast_enabled(x.device.type) else x
 
 
 def _in_memory_format_of(x: Tensor, y: Tensor) -> Tensor:
@@ -63,15 +62,28 @@ def _in_memory_format_of(x: Tensor, y: Tensor) -> Tensor:
 
 def layer_norm(module: Any, input: Tensor) -> Tensor | None:
     """What an `nn.LayerNorm` returns, on the `layer_norm` op; None where torch's code must run."""
-    if not _is_supported(input, module.normalized_shape, module.eps):
+    shape, eps, (weight, bias) = module.normalized_shape, module.eps, weight_and_bias(module)
+    if (  # valid for the op: inline, because small norms take no longer than the checks
+        type(input) is Tensor
+        and not input.is_nested
+        and input.layout is torch.strided
+        and input.is_cpu
+        and (dtype := input.dtype) in _DTYPES
+        and input.shape[-1:] == shape
+        and (weight is None or (weight.dtype is dtype and weight.is_cpu and weight.shape == shape))
+        and (bias is None or (bias.dtype is dtype and bias.is_cpu and bias.shape == shape))
+        and type(eps) is float
+        and 0.0 <= eps < math.inf
+        and len(shape) == 1
+    ):
+        return functional.layer_norm_op(input, weight, bias, eps)[0]  # type: ignore[no-any-return]
+    if not _is_supported(input, shape, eps):
         return None
     x = _autocast_input(input)
-    if len(module.normalized_shape) == 1:
-        return functional.layer_norm(x, module.weight, module.bias, module.eps)
-    weight = None if module.weight is None else module.weight.flatten()
-    bias = None if module.bias is None else module.bias.flatten()
-    rows = x.flatten(-len(module.normalized_shape))
-    return functional.layer_norm(rows, weight, bias, module.eps).view(x.shape)
+    if len(shape) == 1:
+        return functional.layer_norm(x, weight, bias, eps)
+    weight, bias = (None if p is None else p.flatten() for p in (weight, bias))
+    return functional.layer_norm(x.flatten(-len(shape)), weight, bias, eps).view(x.shape)
 
 
 def rms_norm(module: Any, x: Tensor) -> Tensor | None:

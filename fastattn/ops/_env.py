@@ -26,6 +26,7 @@ _KEYS = {
     name: getattr(os.environ, "encodekey", str)(name)
     for name in (BACKEND_VARIABLE, _INTERPRET_VARIABLE)
 }
+_BACKEND_KEY = _KEYS[BACKEND_VARIABLE]
 
 
 def _variable(name: str) -> str | None:
@@ -42,7 +43,12 @@ def requested_backends() -> Mapping[str, str]:
     """The backends that FASTATTN_BACKEND requests, by op; the key "" stands for all ops. The value
     of the variable is a name or pairs such as "attention=triton,ffn=cpu".
     """
-    value = _variable(BACKEND_VARIABLE)
+    try:  # as in _variable, without a call: every call of an op reads this variable
+        if _BACKEND_KEY not in os.environ._data:  # type: ignore[attr-defined]
+            return _NO_REQUEST
+    except AttributeError:
+        pass
+    value = os.environ.get(BACKEND_VARIABLE)
     return _parse_request(value) if value else _NO_REQUEST
 
 

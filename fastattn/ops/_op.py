@@ -168,10 +168,14 @@ class Op:
         OPS[name] = self
 
     def __call__(self, *args: Any, backend: str | None = None) -> Any:
-        """Calls the op, as the public functions do; returns what the schema declares."""
-        if backend is None:
-            return self.default(*args)
-        return self.named(*args, backend)
+        """Calls the op on valid arguments, as the public functions do after their checks, and
+        modules whose inputs are known to be valid. Returns what the schema declares.
+        """
+        if backend is not None or _env.requested_backends():
+            backend = self.choice(backend)
+            if backend is not None:
+                return self.named(*args, backend)
+        return self.default(*args)
 
     def choice(self, backend: Any) -> str | None:
         """The backend that the call requests, else the one that FASTATTN_BACKEND requests."""

@@ -69,7 +69,7 @@ def autocast(*tensors: Any) -> tuple[Any, ...]:
     """The tensors, floating ones in autocast's dtype if autocast is on; fp64 is not cast, as in
     PyTorch.
     """
-    if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
+    if not torch._C._is_any_autocast_enabled() and not torch.compiler.is_compiling():
         return tensors
     if not isinstance(tensors[0], Tensor):
         return tensors  # the checks raise for it
@@ -121,14 +121,12 @@ _LAYOUTS = {"q": "[B, H, M, D]", "k": "[B, K, N, D]", "v": "[B, K, N, E]"}
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, layouts: dict[str, str]) -> None:
     """Type, dtype, dimensions and device; the layouts are for messages."""
     if not (
-        isinstance(q, Tensor)
-        and isinstance(k, Tensor)
-        and isinstance(v, Tensor)
+        (type(q) is type(k) is type(v) is Tensor or all(isinstance(x, Tensor) for x in (q, k, v)))
         and q.layout is k.layout is v.layout is _DENSE
         and k.dtype is q.dtype is v.dtype
         and q.dtype in _FLOATS
-        and q.dim() == k.dim() == v.dim() == 4
         and not (q.is_nested or k.is_nested or v.is_nested)
+        and q.dim() == k.dim() == v.dim() == 4
         # is_cpu is faster than comparing devices.
         and ((q.is_cpu and k.is_cpu and v.is_cpu) or k.device == q.device == v.device)
     ):
@@ -493,12 +491,14 @@ def check_dropout(
     p: float,
     seed: Tensor | None,
     stream: int,
-    device: torch.device,
+    x: Tensor,
     second_p: float = 0.0,
     *,
     takes_origin: bool = False,
 ) -> Tensor | None:
-    """The seed to use, None where nothing is dropped. takes_origin: as attention's may have one."""
+    """The seed to use on x's device, None where nothing is dropped. takes_origin: as attention's
+    may have one.
+    """
     if type(p) is float and p == 0.0 == second_p and seed is None and type(stream) is int:
         if 0 <= stream < SECOND_STREAM:  # without dropout: 0.4 us less than the checks below
             return None
@@ -514,7 +514,7 @@ def check_dropout(
             if takes_origin:
                 wanted += ", or [5] with the index of the first sequence, head, query and key"
             raise ValueError(f"dropout_seed must be {wanted}, got {seed.dtype} {sizes(seed)}")
-        check_device("dropout_seed", seed, device)
+        check_device("dropout_seed", seed, x.device)
         if has_origin:
             seed = seed.contiguous()
             _check_dropout_origin(seed)
@@ -522,7 +522,7 @@ def check_dropout(
         return None
     if seed is not None:
         return seed
-    return draw_seed(device)
+    return draw_seed(x.device)
 
 
 def _check_dropout_origin(seed: Tensor) -> None:

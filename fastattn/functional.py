@@ -64,6 +64,7 @@ from fastattn._scores import RelativeBuckets, score_arguments
 from fastattn._scores import t5_buckets as t5_buckets
 from fastattn.ops._dropout import draw_seed
 from fastattn.ops._select import OPS, Explanation, explaining
+from fastattn.ops.attention.op import CAUSAL as CAUSAL
 from fastattn.ops.attention.op import PreparedMask, classify_mask
 from fastattn.ops.attention.op import attention as attention_op
 from fastattn.ops.attention.op import attention_paged as attention_paged_op
@@ -235,7 +236,8 @@ def attention(
             dropout_p=dropout_p, dropout_seed=dropout_seed, dropout_stream=dropout_stream,
             return_lse=return_lse, backend=backend,
         )  # fmt: skip
-    q, k, v = autocast(q, k, v)
+    if torch._C._is_any_autocast_enabled() or torch.compiler.is_compiling():
+        q, k, v = autocast(q, k, v)
     if block_table is None:
         B, H, M, D, N = check_attention_inputs(q, k, v)
     else:
@@ -246,8 +248,8 @@ def attention(
         mask, mask_tiles, key_lengths, query_lengths = check_restrictions(
             mask, key_lengths, query_lengths, B, H, M, N, q.device
         )
-    left, right = check_window(window)
-    code = causal_code(causal, M, N, key_lengths, query_lengths)
+    left, right = (-1, -1) if window is None else check_window(window)
+    code = 0 if causal is False else causal_code(causal, M, N, key_lengths, query_lengths)
     scale = check_scale(scale, D)
     distance_bias, cap = None, 0.0
     if not (alibi_slopes is softcap is sinks is relative_bias is relative_buckets is None):
@@ -255,7 +257,7 @@ def attention(
             alibi_slopes, softcap, sinks, relative_bias, relative_buckets, relative_max_distance,
             causal=code, B=B, M=M, N=N, q=q,
         )  # fmt: skip
-    seed = check_dropout(dropout_p, dropout_seed, dropout_stream, q.device, takes_origin=True)
+    seed = check_dropout(dropout_p, dropout_seed, dropout_stream, q, takes_origin=True)
     if block_table is not None:
         check_block_table(block_table, q, k, key_lengths, float(dropout_p))
         refuse_gradients(
@@ -391,7 +393,7 @@ def attention_varlen(
             alibi_slopes, softcap, sinks, relative_bias, relative_buckets, relative_max_distance,
             causal=code, B=cu_seqlens_q.shape[0] - 1, M=max_seqlen_q, N=max_seqlen_k, q=q,
         )  # fmt: skip
-    seed = check_dropout(dropout_p, dropout_seed, dropout_stream, q.device, takes_origin=True)
+    seed = check_dropout(dropout_p, dropout_seed, dropout_stream, q, takes_origin=True)
     out, lse = attention_varlen_op(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, distance_bias, sinks, cap,
         code, left, right, scale, float(dropout_p), seed, dropout_stream, backend=backend,
@@ -611,7 +613,7 @@ def add_layer_norm(
     check_parameter("x_bias", x_bias, x)
     check_parameter("weight", weight, residual)
     check_parameter("bias", bias, residual)
-    seed = check_dropout(dropout_p, dropout_seed, dropout_stream, x.device)
+    seed = check_dropout(dropout_p, dropout_seed, dropout_stream, x)
     y, z, *_ = add_layer_norm_op(
         x, residual, x_bias, weight, bias, check_eps(eps), float(dropout_p), seed, dropout_stream,
         backend=backend,
@@ -683,7 +685,7 @@ def ffn(
             raise ValueError(f"residual must be {list(wanted)}, got {sizes(residual)}")
         check_device("residual", residual, x.device)
     output_dropout_p = check_probability("output_dropout_p", output_dropout_p)
-    seed = check_dropout(dropout_p, dropout_seed, dropout_stream, x.device, output_dropout_p)
+    seed = check_dropout(dropout_p, dropout_seed, dropout_stream, x, output_dropout_p)
     return ffn_op(
         x, w1, b1, w2, b2, residual, activation, float(dropout_p), output_dropout_p, seed,
         dropout_stream, backend=backend,

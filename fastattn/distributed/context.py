@@ -113,7 +113,7 @@ def context_parallel_attention(
         causal=code, B=B, M=M, N=N, q=q,
     )  # fmt: skip
     left, right = check_window(window)
-    seed = check_dropout(dropout_p, dropout_seed, dropout_stream, q.device, takes_origin=True)
+    seed = check_dropout(dropout_p, dropout_seed, dropout_stream, q, takes_origin=True)
     in_tiles = seed is not None and method == "ring"
     _check_chunks("q", q, balanced, in_tiles)
     _check_chunks("k", k, key_balanced, in_tiles)

@@ -11,6 +11,7 @@ waits for the CPU.
 from __future__ import annotations
 
 import argparse
+import copy
 import statistics
 import time
 from collections.abc import Callable
@@ -72,10 +73,38 @@ WITH_WEIGHTS = (
 MASKS = ("", "padding", "float causal and padding")
 
 
+class _Attention(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+# Small tensors: shapes of the inputs, PyTorch's module, which `patch` converts.
+MODULES: dict[str, tuple[list[tuple[int, ...]], Callable[[], nn.Module]]] = {
+    "LayerNorm 1x64": ([(1, 64)], lambda: nn.LayerNorm(64)),
+    "LayerNorm 32x256": ([(32, 256)], lambda: nn.LayerNorm(256)),
+    "patched SDPA 4x4x6x16": ([(4, 4, 6, 16)] * 3, _Attention),
+    "encoder layer 4x6x64": (
+        [(4, 6, 64)],
+        lambda: nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True),
+    ),
+    "decoder layer 4x4x64": (
+        [(4, 4, 64)] * 2,
+        lambda: nn.TransformerDecoderLayer(64, 4, 128, dropout=0.0, batch_first=True),
+    ),
+}
+
+
 def measure(device: torch.device) -> list[Row]:
     rows = []
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    for name, (shapes, fastattn_call, pytorch_call) in CASES.items():
+    cases: list[tuple[str, list[tuple[int, ...]], Any, Any]]
+    cases = [(name, *case) for name, case in CASES.items()]
+    for name, (shapes, make) in MODULES.items():
+        module = make().to(device, dtype)
+        patched = copy.deepcopy(module)
+        fastattn.patch(patched, quiet=True)
+        cases.append((name, shapes, patched, module))
+    for name, shapes, fastattn_call, pytorch_call in cases:
         inputs = [torch.randn(shape, dtype=dtype, device=device) for shape in shapes]
         leaves = [x.clone().requires_grad_() for x in inputs]
         gradient = torch.randn_like(pytorch_call(*inputs))
@@ -83,12 +112,20 @@ def measure(device: torch.device) -> list[Row]:
         def forward(f: Callable[..., Tensor], x: list[Tensor] = inputs) -> None:
             f(*x)
 
-        def both(f: Callable[..., Tensor], x: list[Tensor] = leaves, g: Tensor = gradient) -> None:
-            torch.autograd.grad(f(*x), x, g)
+        calls = (fastattn_call, pytorch_call)
+        of = {f: [*leaves, *f.parameters()] for f in calls if isinstance(f, nn.Module)}
 
-        for direction, run in (("forward", forward), ("forward + backward", both)):
-            calls = (fastattn_call, pytorch_call)
-            rows.append(_row(f"{name}, {direction}", device, run, *calls))
+        def both(
+            f: Callable[..., Tensor],
+            x: list[Tensor] = leaves,
+            g: Tensor = gradient,
+            of: dict[Any, list[Tensor]] = of,
+        ) -> None:
+            torch.autograd.grad(f(*x), of.get(f, x), g)
+
+        with torch.no_grad():
+            rows.append(_row(f"{name}, forward", device, forward, *calls))
+        rows.append(_row(f"{name}, forward + backward", device, both, *calls))
     for shape in WITH_WEIGHTS:
         for mask in MASKS:
             rows += _rows_with_weights(shape, mask, device, dtype)

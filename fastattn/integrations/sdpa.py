@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fastattn import functional
-from fastattn.nn.fusion import is_plain_tensor
+from fastattn.nn.fusion import are_heads, is_plain_tensor
 
 NAME = "fastattn"
 # The op's code for the flash op's is_causal. SDPA passes is_causal with M == N alone, torch's
@@ -148,29 +148,17 @@ def _attention_of_sdpa(
     enable_gqa: Any = False,
 ) -> Any:
     """None for a call that `attention` does not cover, which may also be an invalid one."""
-    if (  # valid for the op, without options: one test, which takes less time than the op's checks
-        type(query) is type(key) is type(value) is Tensor
-        and attn_mask is scale is None
+    if (
+        attn_mask is scale is None
         and type(dropout_p) is float
         and dropout_p == 0.0
-        and not (query.is_nested or key.is_nested or value.is_nested)
-        and query.is_cpu
-        and key.is_cpu
-        and value.is_cpu
-        and query.layout is key.layout is value.layout is torch.strided
-        and (dtype := query.dtype) in _DTYPES
-        and key.dtype is dtype is value.dtype
-        and len(sizes := query.shape) == 4 == key.dim()
-        and ((of_key := key.shape) == sizes or of_key == (*sizes[:2], of_key[-2], sizes[3]))
-        and ((of_value := value.shape) == of_key or of_value[:-1] == of_key[:-1])
-        and sizes[3] > 0
-        and not torch._C._is_any_autocast_enabled()
-        and not torch.compiler.is_compiling()
+        and type(query) is type(key) is type(value) is Tensor
+        and are_heads(query, key, value)
     ):
         code = functional.CAUSAL["top_left"] if is_causal else 0
         return functional.attention_op(
             query, key, value, None, None, None, None, None, None, 0.0, code, -1, -1,
-            sizes[3] ** -0.5, 0.0, None, 0,
+            query.shape[3] ** -0.5, 0.0, None, 0,
         )[0]  # fmt: skip
     inputs = (query, key, value)
     if not all(_is_supported(x) and x.dim() == 4 and x.dtype in _DTYPES for x in inputs):

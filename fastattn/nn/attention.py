@@ -21,9 +21,12 @@ from fastattn.functional import Lengths
 from fastattn.nn.conversion import DropIn
 from fastattn.nn.fusion import (
     DropoutStreams,
+    are_heads,
+    child,
     is_plain_tensor,
     is_recorded_inference,
     linear,
+    parameter,
     savable,
 )
 from fastattn.nn.relative import AttentionPositions
@@ -132,12 +135,13 @@ def is_supported(
             functional.check_holds_values(name, mask)
             if functional.overrides_functions(mask):
                 return False
-    if is_parametrized(module.out_proj, "weight"):
+    out_proj = child(module, "out_proj")
+    if "weight" not in out_proj._parameters and is_parametrized(out_proj, "weight"):
         return False  # each read of a parametrized weight computes it
     rank = query.dim()
     if rank not in (2, 3) or key.dim() != rank or value.dim() != rank:
         return False
-    in_proj, out_weight = module.in_proj_weight, module.out_proj.weight
+    in_proj, out_weight = parameter(module, "in_proj_weight"), parameter(out_proj, "weight")
     inputs = (query,) if query is key and key is value else (query, key, value)
     for tensor in (*inputs, module.q_proj_weight if in_proj is None else in_proj, out_weight):
         if tensor is not None and (
@@ -147,7 +151,7 @@ def is_supported(
             or is_recorded_inference(tensor)
         ):
             return False
-    bias = module.in_proj_bias
+    bias = parameter(module, "in_proj_bias")
     if bias is not None and bias.dtype != out_weight.dtype:
         return False
     B, M = batch_and_length(module, query)
@@ -158,7 +162,7 @@ def is_supported(
         and value.shape[-1] == module.vdim
         and batch == B
         and (value is key or batch_and_length(module, value) == (B, N))
-        and (module.bias_k is None) == (module.bias_v is None)
+        and (parameter(module, "bias_k") is None) == (parameter(module, "bias_v") is None)
         and (
             key_padding_mask is None
             or is_mask(key_padding_mask, (N * key_shards,) if rank == 2 else (B, N * key_shards))
@@ -247,16 +251,29 @@ def attend(
     options: `AttentionPositions.score_options`, `block_table`.
     """
     p = float(module.dropout) if module.training else 0.0
-    return sharding_of(module).attention(
+    sharding, scale, stream = sharding_of(module), scale_of(module), streams.take(p, of="heads")
+    if (
+        sharding is SINGLE
+        and mask is key_lengths is scale is None
+        and causal in (False, "top_left")
+        and 0.0 <= p <= 1.0
+        and not options
+        and are_heads(q, k, v)
+    ):
+        return functional.attention_op(  # type: ignore[no-any-return]
+            q, k, v, None, None, None, None, None, None, 0.0, functional.CAUSAL[causal], -1, -1,
+            q.shape[3] ** -0.5, p, stream.get("dropout_seed"), stream.get("dropout_stream", 0),
+        )[0]  # fmt: skip
+    return sharding.attention(
         q,
         k,
         v,
         mask=mask,
         key_lengths=key_lengths,
         causal=causal,
-        scale=scale_of(module),
+        scale=scale,
         dropout_p=p,
-        **streams.take(p, of="heads"),
+        **stream,
         **options,
     )
 
@@ -299,7 +316,7 @@ def project(
     module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, ...]:
     """q, k and v as heads; inputs that are the same tensor share one matrix product."""
-    separate: Tensor | None = module.q_proj_weight
+    separate: Tensor | None = parameter(module, "q_proj_weight")
     if separate is not None:
         biases = (None,) * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
         weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
@@ -327,7 +344,11 @@ def project_heads(
     module: nn.MultiheadAttention, x: Tensor, first: int, count: int
 ) -> tuple[Tensor, ...]:
     """`project_in` as heads: `count` tensors `[B, H, S, D]`."""
-    return tuple(_heads(module, part) for part in project_each(module, x, first, count))
+    y = project_in(module, x, first, count)  # [..., count, H, D]
+    if y.dim() == 4:
+        return tuple(y.permute(1, 2, 0, 3)[:, None].unbind())
+    order = (2, 0, 3, 1, 4) if module.batch_first else (2, 1, 3, 0, 4)
+    return y.permute(order).unbind()
 
 
 def project_each(
@@ -343,30 +364,31 @@ def project_in(module: nn.MultiheadAttention, x: Tensor, first: int, count: int)
     """
     y = sharding_of(module).product_of_parts(module, x, first, count)
     if y is None:
-        weight: Tensor = module.in_proj_weight
-        bias: Tensor | None = module.in_proj_bias
+        weight: Tensor = parameter(module, "in_proj_weight")
+        bias: Tensor | None = parameter(module, "in_proj_bias")
         if count < 3:
             width = module.num_heads * module.head_dim
             rows = slice(first * width, (first + count) * width)
             weight, bias = weight[rows], None if bias is None else bias[rows]
         y = linear(x, weight, bias)
-    return y.unflatten(-1, (count, module.num_heads, module.head_dim))
+    return y.view(*y.shape[:-1], count, module.num_heads, module.head_dim)
 
 
 def extended_keys(
     module: nn.MultiheadAttention, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, int]:
     """k and v followed by the keys of `add_bias_kv` and `add_zero_attn`, and how many there are."""
+    bias_k, bias_v = parameter(module, "bias_k"), parameter(module, "bias_v")
+    if bias_k is bias_v is None and not module.add_zero_attn:
+        return k, v, 0
     B, H, _, D = k.shape
     ks, vs = [k], [v]
-    if module.bias_k is not None and module.bias_v is not None:
-        ks.append(module.bias_k.view(1, H, 1, D).to(k.dtype).expand(B, H, 1, D))
-        vs.append(module.bias_v.view(1, H, 1, D).to(v.dtype).expand(B, H, 1, D))
+    if bias_k is not None and bias_v is not None:
+        ks.append(bias_k.view(1, H, 1, D).to(k.dtype).expand(B, H, 1, D))
+        vs.append(bias_v.view(1, H, 1, D).to(v.dtype).expand(B, H, 1, D))
     if module.add_zero_attn:
         ks.append(k.new_zeros(B, H, 1, D))
         vs.append(v.new_zeros(B, H, 1, D))
-    if len(ks) == 1:
-        return k, v, 0
     return torch.cat(ks, dim=2), torch.cat(vs, dim=2), len(ks) - 1
 
 

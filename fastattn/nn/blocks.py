@@ -27,6 +27,7 @@ from fastattn.nn.feed_forward import fused_activation
 from fastattn.nn.fusion import (
     DropoutStreams,
     active_p,
+    child,
     inherits,
     is_unmodified,
     linear,
@@ -96,7 +97,7 @@ def _attention_block(
         x = x + block(y)
         y = norm(x)
         return (x, y) if layer.norm_first else (y, y)
-    weight, bias = weight_and_bias(attention.out_proj)
+    weight, bias = weight_and_bias(child(attention, "out_proj"))
     product = sharding.leave(linear(heads, weight))  # its bias is added with the residual
     if not fusable:
         p = active_p(dropout)
@@ -120,7 +121,11 @@ def _feed_forward_block(
 ) -> Tensor:
     """x + dropout(ffn(y)), then `norm` if it is given (post-norm)."""
     sharding = streams.sharding
-    linear1, inner, linear2 = layer.linear1, layer.dropout, layer.linear2
+    linear1, inner, linear2 = (
+        child(layer, "linear1"),
+        child(layer, "dropout"),
+        child(layer, "linear2"),
+    )
     base = (
         nn.TransformerEncoderLayer
         if isinstance(layer, nn.TransformerEncoderLayer)
@@ -175,12 +180,19 @@ def encoder_layer(
 ) -> Tensor:
     """The two blocks of an encoder layer, for padded and packed batches."""
     pre = layer.norm_first
-    norms = (layer.norm2, None) if pre else (layer.norm1, layer.norm2)
-    y = layer.norm1(x) if pre else x
+    norms = (child(layer, "norm2"), None) if pre else (child(layer, "norm1"), child(layer, "norm2"))
+    y = child(layer, "norm1")(x) if pre else x
     x, y = _attention_block(
-        layer, layer.self_attn, x, y, *to_self, layer.dropout1, norms[0], streams
+        layer,
+        child(layer, "self_attn"),
+        x,
+        y,
+        *to_self,
+        child(layer, "dropout1"),
+        norms[0],
+        streams,
     )
-    return _feed_forward_block(layer, x, y, layer.dropout2, norms[1], streams)
+    return _feed_forward_block(layer, x, y, child(layer, "dropout2"), norms[1], streams)
 
 
 def packed_encoder_layer(
@@ -234,15 +246,33 @@ def decoder_layer(
 ) -> Tensor:
     """The three blocks of a decoder layer, for padded and packed batches and single steps."""
     pre = layer.norm_first
-    norms = (layer.norm2, layer.norm3, None) if pre else (layer.norm1, layer.norm2, layer.norm3)
-    y = layer.norm1(x) if pre else x
+    norms = (
+        (child(layer, "norm2"), child(layer, "norm3"), None)
+        if pre
+        else (child(layer, "norm1"), child(layer, "norm2"), child(layer, "norm3"))
+    )
+    y = child(layer, "norm1")(x) if pre else x
     x, y = _attention_block(
-        layer, layer.self_attn, x, y, *to_self, layer.dropout1, norms[0], streams
+        layer,
+        child(layer, "self_attn"),
+        x,
+        y,
+        *to_self,
+        child(layer, "dropout1"),
+        norms[0],
+        streams,
     )
     x, y = _attention_block(
-        layer, layer.multihead_attn, x, y, *to_memory, layer.dropout2, norms[1], streams
+        layer,
+        child(layer, "multihead_attn"),
+        x,
+        y,
+        *to_memory,
+        child(layer, "dropout2"),
+        norms[1],
+        streams,
     )
-    return _feed_forward_block(layer, x, y, layer.dropout3, norms[2], streams)
+    return _feed_forward_block(layer, x, y, child(layer, "dropout3"), norms[2], streams)
 
 
 def decoder_layer_step(

@@ -26,6 +26,38 @@ def is_plain_tensor(tensor: Tensor) -> bool:
     return not functional.overrides_functions(tensor) and not is_traceable_wrapper_subclass(tensor)
 
 
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def are_plain(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether all are dense CPU tensors of one dtype, x and its views computed by an op: one test
+    in place of the checks of a public function, which remain for everything else.
+    """
+    if type(x) is not Tensor or x.is_nested or not x.is_cpu or (dtype := x.dtype) not in _DTYPES:
+        return False
+    for other in others:
+        if other is not None and not (
+            other.dtype is dtype and other.is_cpu and other.layout is torch.strided
+        ):
+            return False
+    return x.layout is torch.strided
+
+
+def are_heads(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the `attention` op takes q, k and v as they are: `are_plain`, and sizes that fit."""
+    return (
+        are_plain(q, k, v)
+        and type(k) is type(v) is Tensor
+        and not (k.is_nested or v.is_nested)
+        and len(sizes := q.shape) == 4 == k.dim()
+        and ((of_k := k.shape) == sizes or of_k == (*sizes[:2], of_k[2], sizes[3]))
+        and ((of_v := v.shape) == of_k or of_v[:-1] == of_k[:-1])
+        and sizes[3] > 0
+        and not torch._C._is_any_autocast_enabled()
+        and not torch.compiler.is_compiling()
+    )
+
+
 def is_recorded_inference(x: Tensor | None) -> bool:
     """Whether x was made in inference mode and gradients are recorded: autograd cannot save x."""
     if x is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
@@ -56,7 +88,11 @@ def is_unmodified(module: nn.Module, *classes: type[nn.Module]) -> bool:
     ):
         return False
     for parameter in module._parameters.values():
-        if parameter is not None and not is_plain_tensor(parameter):
+        if (
+            parameter is not None
+            and (type(parameter) is not nn.Parameter or parameter.is_nested)
+            and not is_plain_tensor(parameter)
+        ):
             return False
     return True
 
@@ -80,7 +116,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         or functional.linear_runs_torch(x)
     ):
         return F.linear(x, weight, bias)
-    return functional.linear(x, weight, bias)
+    return functional.linear_op(x, weight, bias)  # type: ignore[no-any-return]
 
 
 def weight_and_bias(module: Any) -> tuple[Any, Any]:
@@ -89,6 +125,18 @@ def weight_and_bias(module: Any) -> tuple[Any, Any]:
     if "weight" in parameters and "bias" in parameters:
         return parameters["weight"], parameters["bias"]
     return module.weight, module.bias  # not parameters: assigned as tensors
+
+
+def parameter(module: Any, name: str) -> Any:
+    """The attribute, as `weight_and_bias` reads it."""
+    parameters = module._parameters
+    return parameters[name] if name in parameters else getattr(module, name)
+
+
+def child(module: Any, name: str) -> Any:
+    """The submodule, as `weight_and_bias` reads parameters."""
+    modules = module._modules
+    return modules[name] if name in modules else getattr(module, name)
 
 
 def modules_of(module: nn.Module) -> list[nn.Module]:

@@ -15,6 +15,7 @@ from fastattn.nn.conversion import DropIn
 from fastattn.nn.fusion import (
     DropoutStreams,
     active_p,
+    are_plain,
     is_plain_tensor,
     is_recorded_inference,
     is_unmodified,
@@ -188,6 +189,22 @@ def fused_add_norm_and_sum(
     p = active_p(dropout)
     weight, bias = weight_and_bias(norm)
     eps: Any = norm.eps
+    stream = streams.take(p)
+    if (
+        are_plain(x, residual, x_bias, weight, bias)
+        and type(residual) is Tensor
+        and residual.shape == x.shape
+        and x.dim() > 0
+        and (weight is None or weight.shape == x.shape[-1:])
+        and (bias is None or bias.shape == x.shape[-1:])
+        and (x_bias is None or x_bias.shape == x.shape[-1:])
+        and 0.0 <= p <= 1.0
+    ):
+        y, z, *_ = functional.add_layer_norm_op(
+            x, residual, x_bias, weight, bias, float(eps), p, stream.get("dropout_seed"),
+            stream.get("dropout_stream", 0),
+        )  # fmt: skip
+        return y, z
     y, z = functional.add_layer_norm(
         x,
         _promoted(residual, x),
@@ -197,7 +214,7 @@ def fused_add_norm_and_sum(
         x_bias=x_bias,
         dropout_p=p,
         return_sum=True,
-        **streams.take(p),
+        **stream,
     )
     return y, z
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from call_recorder import CallRecorder
 from torch import Tensor, nn
 
 import fastattn
-from fastattn import functional
 from fastattn import nn as fnn
 from fastattn.integrations import patch as patching
 
@@ -85,43 +85,33 @@ def x() -> Tensor:
     return torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(1))
 
 
-def attention_calls(model: nn.Module, monkeypatch: pytest.MonkeyPatch, *args: Any) -> int:
+def attention_calls(model: nn.Module, *args: Any) -> int:
     """How many calls of `attention` a run of the model makes."""
-    calls = []
-    attention = functional.attention
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls.append(args)
-        return attention(*args, **kwargs)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(functional, "attention", counted)
+    with CallRecorder() as recorder:
         model(*args)
-    return len(calls)
+    return recorder.names.count("attention_fwd")
 
 
 @pytest.mark.parametrize("attention", [ProcessorAttention, MethodAttention, ClosureAttention])
-def test_attention_wherever_it_is_called(
-    attention: Any, x: Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_wherever_it_is_called(attention: Any, x: Tensor) -> None:
     model = Model(attention)
     expected = model(x)["x"]
     report = fastattn.patch(model, quiet=True)
-    assert "attention" in report.kept and not attention_calls(model, monkeypatch, x)
+    assert "attention" in report.kept and not attention_calls(model, x)
     fastattn.unpatch(model)
     report = fastattn.patch(model, example={"x": x}, quiet=True)
     assert report.replaced["attention"] == attention.__name__
     assert isinstance(model.attention, attention)
-    assert attention_calls(model, monkeypatch, x) == 1
+    assert attention_calls(model, x) == 1
     torch.testing.assert_close(model(x)["x"], expected)
     assert report.example is not None and report.example.startswith(
         "576 values of 3 outputs compared"
     )
     if attention is not ClosureAttention:  # a lambda is not pickled
         other = pickle.loads(pickle.dumps(model))
-        assert attention_calls(other, monkeypatch, x) == 1
+        assert attention_calls(other, x) == 1
     fastattn.unpatch(model)
-    assert type(model.attention) is attention and not attention_calls(model, monkeypatch, x)
+    assert type(model.attention) is attention and not attention_calls(model, x)
     assert torch.equal(model(x)["x"], expected)
 
 

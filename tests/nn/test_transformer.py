@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformer_twins import CLASSES, FFN, B, Calls, E, H, S, T, build, causal_mask, inputs, twins
 
 import fastattn.nn as fnn
+from fastattn.functional import CAUSAL
 
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor:UserWarning")
 
@@ -142,7 +143,8 @@ def test_causal_masks_are_detected(name, dtype):
     with Calls() as counted:
         fast(*args, **{argument: mask})
     causal = [call["causal"] for call in counted.arguments if call["op"] == "attention"]
-    assert causal == (["top_left"] * 2 if name == "TransformerEncoder" else ["top_left", False] * 2)
+    top_left = CAUSAL["top_left"]
+    assert causal == ([top_left] * 2 if name == "TransformerEncoder" else [top_left, 0] * 2)
     assert all(call["mask"] is None for call in counted.arguments if call["op"] == "attention")
     hints = []
     fast.layers[0].register_forward_pre_hook(

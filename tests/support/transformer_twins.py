@@ -2,15 +2,13 @@
 the ops of a call.
 """
 
-import contextlib
 from typing import Any
-from unittest import mock
 
 import torch
+from call_recorder import CallRecorder
 from torch import Tensor, nn
 
 import fastattn.nn as fnn
-from fastattn import functional
 
 E, H, FFN = 16, 4, 24
 B, S, T = 3, 7, 5
@@ -73,29 +71,20 @@ def causal_mask(size: int) -> Tensor:
     return nn.Transformer.generate_square_subsequent_mask(size)
 
 
-class Calls:
-    """Counts the calls of the public ops."""
+class Calls(CallRecorder):
+    """Records the calls of the forward ops, by the names of the public functions."""
 
-    def __init__(self) -> None:
-        self.of: dict[str, int] = {}
-        self.arguments: list[dict] = []
+    @property
+    def of(self) -> dict[str, int]:
+        """How often each op was called."""
+        ops = [call["op"] for call in self.arguments]
+        return {op: ops.count(op) for op in ("attention", "layer_norm", "add_layer_norm", "ffn")}
 
-    def __enter__(self) -> "Calls":
-        self.stack = contextlib.ExitStack()
-        for name in ("attention", "layer_norm", "add_layer_norm", "ffn"):
-            self.of[name] = 0
-            self.stack.enter_context(mock.patch.object(functional, name, self.counting(name)))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.stack.close()
-
-    def counting(self, name: str):
-        function = getattr(functional, name)
-
-        def counted(*args, **kwargs):
-            self.of[name] += 1
-            self.arguments.append({"op": name, **kwargs})
-            return function(*args, **kwargs)
-
-        return counted
+    @property
+    def arguments(self) -> list[dict[str, Any]]:
+        """Those of each call, and its op."""
+        return [
+            {"op": name.removesuffix("_fwd")}
+            | dict(zip((a.name for a in op._schema.arguments), args, strict=True))
+            for name, (op, args, _) in zip(self.names, self.calls, strict=True)
+        ]

@@ -30,7 +30,7 @@ def refusal(x: Tensor) -> str | None:
 def slower(x: Tensor) -> str | None:
     """As the library decides; x [..., D]."""
     most, why = _env.product_limit(x.dtype)
-    if math.prod(x.shape[:-1]) <= most:
+    if 0 < x.numel() <= most or math.prod(x.shape[:-1]) <= most:  # the first is faster
         return None
     if most > 0 and _native.call_unobserved(torch.ops.fastattn_cpu.is_batch_invariant):
         return None

@@ -19,7 +19,7 @@ from fastattn.ops.ffn.op import GATED_ACTIVATIONS
 
 Causal = Literal["top_left", "bottom_right", "bottom_right_lengths"] | bool
 Lengths: TypeAlias = Tensor | Sequence[int]
-_FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INTEGERS = (torch.int32, torch.int64)
 _DENSE = torch.strided
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, numbers.Real)  # NumPy scalars are Real
@@ -121,16 +121,41 @@ _LAYOUTS = {"q": "[B, H, M, D]", "k": "[B, K, N, D]", "v": "[B, K, N, E]"}
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, layouts: dict[str, str]) -> None:
     """Type, dtype, dimensions and device; the layouts are for messages."""
     if not (
-        (type(q) is type(k) is type(v) is Tensor or all(isinstance(x, Tensor) for x in (q, k, v)))
+        isinstance(q, Tensor)
+        and isinstance(k, Tensor)
+        and isinstance(v, Tensor)
         and q.layout is k.layout is v.layout is _DENSE
         and k.dtype is q.dtype is v.dtype
         and q.dtype in _FLOATS
-        and not (q.is_nested or k.is_nested or v.is_nested)
         and q.dim() == k.dim() == v.dim() == 4
+        and not (q.is_nested or k.is_nested or v.is_nested)
         # is_cpu is faster than comparing devices.
         and ((q.is_cpu and k.is_cpu and v.is_cpu) or k.device == q.device == v.device)
     ):
         _refuse_qkv(q, k, v, layouts)
+
+
+def are_heads(q: Any, k: Any, v: Any) -> bool:
+    """Whether attention surely takes q, k and v as they are, by one test: dense CPU tensors of one
+    dtype in eager code without autocast, with sizes that fit and equal numbers of heads.
+    """
+    return (
+        type(q) is type(k) is type(v) is Tensor
+        and not (q.is_nested or k.is_nested or v.is_nested)
+        and q.layout is k.layout is v.layout is _DENSE
+        and q.is_cpu
+        and k.is_cpu
+        and v.is_cpu
+        and k.dtype is q.dtype is v.dtype
+        and q.dtype in _FLOATS
+        and len(of_q := q.shape) == 4
+        and (
+            (of_k := k.shape) == of_q or (len(of_k) == 4 and of_k == (*of_q[:2], of_k[2], of_q[3]))
+        )
+        and ((of_v := v.shape) == of_k or of_v[:-1] == of_k[:-1])
+        and not torch._C._is_any_autocast_enabled()
+        and not torch.compiler.is_compiling()
+    )
 
 
 def check_attention_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int, int]:

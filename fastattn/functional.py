@@ -28,6 +28,7 @@ from fastattn import _jagged as jagged
 from fastattn._arguments import (
     Causal,
     aligned_mask,
+    are_heads,
     autocast,
     causal_code,
     check_attention_inputs,
@@ -219,7 +220,8 @@ def attention(
     """
     if unknown:
         refuse_unknown(attention, unknown)
-    if isinstance(q, Tensor) and q.is_nested:
+    usual = block_table is None and are_heads(q, k, v)
+    if not usual and isinstance(q, Tensor) and q.is_nested:
         for name, given in (
             ("mask", mask),
             ("key_lengths", key_lengths),
@@ -236,12 +238,14 @@ def attention(
             dropout_p=dropout_p, dropout_seed=dropout_seed, dropout_stream=dropout_stream,
             return_lse=return_lse, backend=backend,
         )  # fmt: skip
-    if torch._C._is_any_autocast_enabled() or torch.compiler.is_compiling():
-        q, k, v = autocast(q, k, v)
-    if block_table is None:
-        B, H, M, D, N = check_attention_inputs(q, k, v)
+    if usual:
+        (B, H, M, D), N = q.shape, k.shape[2]
     else:
-        B, H, M, D, N = check_paged_inputs(q, k, v, block_table)
+        q, k, v = autocast(q, k, v)
+        if block_table is None:
+            B, H, M, D, N = check_attention_inputs(q, k, v)
+        else:
+            B, H, M, D, N = check_paged_inputs(q, k, v, block_table)
     mask_tiles = None
     if mask is not None or key_lengths is not None or query_lengths is not None:
         mask, causal = aligned_mask(mask, causal, M, N)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fastattn import functional
-from fastattn.nn.fusion import are_heads, is_plain_tensor
+from fastattn.nn.fusion import is_plain_tensor
 
 NAME = "fastattn"
 # The op's code for the flash op's is_causal. SDPA passes is_causal with M == N alone, torch's
@@ -153,12 +153,12 @@ def _attention_of_sdpa(
         and type(dropout_p) is float
         and dropout_p == 0.0
         and type(query) is type(key) is type(value) is Tensor
-        and are_heads(query, key, value)
+        and functional.are_heads(query, key, value)
     ):
         code = functional.CAUSAL["top_left"] if is_causal else 0
         return functional.attention_op(
             query, key, value, None, None, None, None, None, None, 0.0, code, -1, -1,
-            query.shape[3] ** -0.5, 0.0, None, 0,
+            functional.check_scale(None, query.shape[3]), 0.0, None, 0,
         )[0]  # fmt: skip
     inputs = (query, key, value)
     if not all(_is_supported(x) and x.dim() == 4 and x.dtype in _DTYPES for x in inputs):

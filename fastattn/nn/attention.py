@@ -21,7 +21,6 @@ from fastattn.functional import Lengths
 from fastattn.nn.conversion import DropIn
 from fastattn.nn.fusion import (
     DropoutStreams,
-    are_heads,
     child,
     is_plain_tensor,
     is_recorded_inference,
@@ -258,11 +257,12 @@ def attend(
         and causal in (False, "top_left")
         and 0.0 <= p <= 1.0
         and not options
-        and are_heads(q, k, v)
+        and functional.are_heads(q, k, v)
     ):
         return functional.attention_op(  # type: ignore[no-any-return]
             q, k, v, None, None, None, None, None, None, 0.0, functional.CAUSAL[causal], -1, -1,
-            q.shape[3] ** -0.5, p, stream.get("dropout_seed"), stream.get("dropout_stream", 0),
+            functional.check_scale(None, q.shape[3]), p, stream.get("dropout_seed"),
+            stream.get("dropout_stream", 0),
         )[0]  # fmt: skip
     return sharding.attention(
         q,

@@ -43,21 +43,6 @@ def are_plain(x: Tensor, *others: Tensor | None) -> bool:
     return x.layout is torch.strided
 
 
-def are_heads(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the `attention` op takes q, k and v as they are: `are_plain`, and sizes that fit."""
-    return (
-        are_plain(q, k, v)
-        and type(k) is type(v) is Tensor
-        and not (k.is_nested or v.is_nested)
-        and len(sizes := q.shape) == 4 == k.dim()
-        and ((of_k := k.shape) == sizes or of_k == (*sizes[:2], of_k[2], sizes[3]))
-        and ((of_v := v.shape) == of_k or of_v[:-1] == of_k[:-1])
-        and sizes[3] > 0
-        and not torch._C._is_any_autocast_enabled()
-        and not torch.compiler.is_compiling()
-    )
-
-
 def is_recorded_inference(x: Tensor | None) -> bool:
     """Whether x was made in inference mode and gradients are recorded: autograd cannot save x."""
     if x is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():

@@ -21,11 +21,10 @@ from fastattn.functional import Lengths
 from fastattn.nn.conversion import DropIn
 from fastattn.nn.fusion import (
     DropoutStreams,
-    child,
+    attribute,
     is_plain_tensor,
     is_recorded_inference,
     linear,
-    parameter,
     savable,
 )
 from fastattn.nn.relative import AttentionPositions
@@ -134,13 +133,13 @@ def is_supported(
             functional.check_holds_values(name, mask)
             if functional.overrides_functions(mask):
                 return False
-    out_proj = child(module, "out_proj")
+    out_proj = attribute(module, "out_proj")
     if "weight" not in out_proj._parameters and is_parametrized(out_proj, "weight"):
         return False  # each read of a parametrized weight computes it
     rank = query.dim()
     if rank not in (2, 3) or key.dim() != rank or value.dim() != rank:
         return False
-    in_proj, out_weight = parameter(module, "in_proj_weight"), parameter(out_proj, "weight")
+    in_proj, out_weight = attribute(module, "in_proj_weight"), attribute(out_proj, "weight")
     inputs = (query,) if query is key and key is value else (query, key, value)
     for tensor in (*inputs, module.q_proj_weight if in_proj is None else in_proj, out_weight):
         if tensor is not None and (
@@ -150,7 +149,7 @@ def is_supported(
             or is_recorded_inference(tensor)
         ):
             return False
-    bias = parameter(module, "in_proj_bias")
+    bias = attribute(module, "in_proj_bias")
     if bias is not None and bias.dtype != out_weight.dtype:
         return False
     B, M = batch_and_length(module, query)
@@ -161,7 +160,7 @@ def is_supported(
         and value.shape[-1] == module.vdim
         and batch == B
         and (value is key or batch_and_length(module, value) == (B, N))
-        and (parameter(module, "bias_k") is None) == (parameter(module, "bias_v") is None)
+        and (attribute(module, "bias_k") is None) == (attribute(module, "bias_v") is None)
         and (
             key_padding_mask is None
             or is_mask(key_padding_mask, (N * key_shards,) if rank == 2 else (B, N * key_shards))
@@ -316,7 +315,7 @@ def project(
     module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, ...]:
     """q, k and v as heads; inputs that are the same tensor share one matrix product."""
-    separate: Tensor | None = parameter(module, "q_proj_weight")
+    separate: Tensor | None = attribute(module, "q_proj_weight")
     if separate is not None:
         biases = (None,) * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
         weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
@@ -364,8 +363,8 @@ def project_in(module: nn.MultiheadAttention, x: Tensor, first: int, count: int)
     """
     y = sharding_of(module).product_of_parts(module, x, first, count)
     if y is None:
-        weight: Tensor = parameter(module, "in_proj_weight")
-        bias: Tensor | None = parameter(module, "in_proj_bias")
+        weight: Tensor = attribute(module, "in_proj_weight")
+        bias: Tensor | None = attribute(module, "in_proj_bias")
         if count < 3:
             width = module.num_heads * module.head_dim
             rows = slice(first * width, (first + count) * width)
@@ -378,7 +377,7 @@ def extended_keys(
     module: nn.MultiheadAttention, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, int]:
     """k and v followed by the keys of `add_bias_kv` and `add_zero_attn`, and how many there are."""
-    bias_k, bias_v = parameter(module, "bias_k"), parameter(module, "bias_v")
+    bias_k, bias_v = attribute(module, "bias_k"), attribute(module, "bias_v")
     if bias_k is bias_v is None and not module.add_zero_attn:
         return k, v, 0
     B, H, _, D = k.shape

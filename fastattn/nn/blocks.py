@@ -8,6 +8,7 @@ reads.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -27,7 +28,7 @@ from fastattn.nn.feed_forward import fused_activation
 from fastattn.nn.fusion import (
     DropoutStreams,
     active_p,
-    child,
+    attribute,
     inherits,
     is_unmodified,
     linear,
@@ -97,7 +98,7 @@ def _attention_block(
         x = x + block(y)
         y = norm(x)
         return (x, y) if layer.norm_first else (y, y)
-    weight, bias = weight_and_bias(child(attention, "out_proj"))
+    weight, bias = weight_and_bias(attribute(attention, "out_proj"))
     product = sharding.leave(linear(heads, weight))  # its bias is added with the residual
     if not fusable:
         p = active_p(dropout)
@@ -121,11 +122,7 @@ def _feed_forward_block(
 ) -> Tensor:
     """x + dropout(ffn(y)), then `norm` if it is given (post-norm)."""
     sharding = streams.sharding
-    linear1, inner, linear2 = (
-        child(layer, "linear1"),
-        child(layer, "dropout"),
-        child(layer, "linear2"),
-    )
+    linear1, inner, linear2 = layer.linear1, layer.dropout, layer.linear2
     base = (
         nn.TransformerEncoderLayer
         if isinstance(layer, nn.TransformerEncoderLayer)
@@ -179,20 +176,13 @@ def encoder_layer(
     streams: DropoutStreams,
 ) -> Tensor:
     """The two blocks of an encoder layer, for padded and packed batches."""
-    pre = layer.norm_first
-    norms = (child(layer, "norm2"), None) if pre else (child(layer, "norm1"), child(layer, "norm2"))
-    y = child(layer, "norm1")(x) if pre else x
+    pre, part = layer.norm_first, partial(attribute, layer)
+    norms = (part("norm2"), None) if pre else (part("norm1"), part("norm2"))
+    y = part("norm1")(x) if pre else x
     x, y = _attention_block(
-        layer,
-        child(layer, "self_attn"),
-        x,
-        y,
-        *to_self,
-        child(layer, "dropout1"),
-        norms[0],
-        streams,
+        layer, part("self_attn"), x, y, *to_self, part("dropout1"), norms[0], streams
     )
-    return _feed_forward_block(layer, x, y, child(layer, "dropout2"), norms[1], streams)
+    return _feed_forward_block(layer, x, y, part("dropout2"), norms[1], streams)
 
 
 def packed_encoder_layer(
@@ -245,34 +235,20 @@ def decoder_layer(
     streams: DropoutStreams,
 ) -> Tensor:
     """The three blocks of a decoder layer, for padded and packed batches and single steps."""
-    pre = layer.norm_first
+    pre, part = layer.norm_first, partial(attribute, layer)
     norms = (
-        (child(layer, "norm2"), child(layer, "norm3"), None)
+        (part("norm2"), part("norm3"), None)
         if pre
-        else (child(layer, "norm1"), child(layer, "norm2"), child(layer, "norm3"))
+        else (part("norm1"), part("norm2"), part("norm3"))
     )
-    y = child(layer, "norm1")(x) if pre else x
+    y = part("norm1")(x) if pre else x
     x, y = _attention_block(
-        layer,
-        child(layer, "self_attn"),
-        x,
-        y,
-        *to_self,
-        child(layer, "dropout1"),
-        norms[0],
-        streams,
+        layer, part("self_attn"), x, y, *to_self, part("dropout1"), norms[0], streams
     )
     x, y = _attention_block(
-        layer,
-        child(layer, "multihead_attn"),
-        x,
-        y,
-        *to_memory,
-        child(layer, "dropout2"),
-        norms[1],
-        streams,
+        layer, part("multihead_attn"), x, y, *to_memory, part("dropout2"), norms[1], streams
     )
-    return _feed_forward_block(layer, x, y, child(layer, "dropout3"), norms[2], streams)
+    return _feed_forward_block(layer, x, y, part("dropout3"), norms[2], streams)
 
 
 def decoder_layer_step(

@@ -112,16 +112,12 @@ def weight_and_bias(module: Any) -> tuple[Any, Any]:
     return module.weight, module.bias  # not parameters: assigned as tensors
 
 
-def parameter(module: Any, name: str) -> Any:
-    """The attribute, as `weight_and_bias` reads it."""
-    parameters = module._parameters
-    return parameters[name] if name in parameters else getattr(module, name)
-
-
-def child(module: Any, name: str) -> Any:
-    """The submodule, as `weight_and_bias` reads parameters."""
-    modules = module._modules
-    return modules[name] if name in modules else getattr(module, name)
+def attribute(module: Any, name: str) -> Any:
+    """A parameter or submodule, as `weight_and_bias` reads parameters."""
+    for found in (module._parameters, module._modules):
+        if name in found:
+            return found[name]
+    return getattr(module, name)
 
 
 def modules_of(module: nn.Module) -> list[nn.Module]:

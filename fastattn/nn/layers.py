@@ -18,7 +18,7 @@ from fastattn.nn.blocks import (
     packed_encoder_layer,
 )
 from fastattn.nn.conversion import DropIn, convert_children
-from fastattn.nn.fusion import DropoutStreams, child, inherits, savable
+from fastattn.nn.fusion import DropoutStreams, inherits, savable
 from fastattn.nn.packing import Packing
 from fastattn.nn.positional_attention import set_positions
 from fastattn.nn.relative import AttentionPositions, PositionKind, make_positions
@@ -93,7 +93,7 @@ class TransformerEncoderLayer(DropIn, nn.TransformerEncoderLayer):
         def attend_self(y: Tensor) -> Tensor | None:
             if not inherits(self, nn.TransformerEncoderLayer, "_sa_block"):
                 return None
-            return fused_context(child(self, "self_attn"), y, y, mask, padding, is_causal, streams)
+            return fused_context(self.self_attn, y, y, mask, padding, is_causal, streams)
 
         def self_block(y: Tensor) -> Tensor:
             masks = floating_mask(mask, src.dtype), floating_mask(padding, src.dtype)
@@ -182,12 +182,12 @@ class TransformerDecoderLayer(DropIn, nn.TransformerDecoderLayer):
         def attend_self(y: Tensor) -> Tensor | None:
             if not inherits(self, nn.TransformerDecoderLayer, "_sa_block"):
                 return None
-            return fused_context(child(self, "self_attn"), y, y, *self_masks, streams)
+            return fused_context(self.self_attn, y, y, *self_masks, streams)
 
         def attend_memory(y: Tensor) -> Tensor | None:
             if not inherits(self, nn.TransformerDecoderLayer, "_mha_block"):
                 return None
-            return fused_context(child(self, "multihead_attn"), y, memory, *memory_masks, streams)
+            return fused_context(self.multihead_attn, y, memory, *memory_masks, streams)
 
         return decoder_layer(
             self,

@@ -71,7 +71,7 @@ from fastattn.ops.attention.op import attention as attention_op
 from fastattn.ops.attention.op import attention_paged as attention_paged_op
 from fastattn.ops.attention.op import attention_varlen as attention_varlen_op
 from fastattn.ops.attention.op import attention_weights as _attention_weights
-from fastattn.ops.attention.op import attention_with_weights as _attention_with_weights
+from fastattn.ops.attention.op import attention_with_weights as attention_with_weights_op
 from fastattn.ops.ffn.op import ACTIVATIONS
 from fastattn.ops.ffn.op import ffn as ffn_op
 from fastattn.ops.layer_norm.op import add_layer_norm as add_layer_norm_op
@@ -454,7 +454,7 @@ def attention_weights(
     if rows is None and heads is None and q.device.type == "cpu":
         # Values without columns: the kernel computes weights alone, in the dtype of the result.
         q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
-        return _attention_with_weights(
+        return attention_with_weights_op(
             q, k, k.detach()[..., :0], mask, mask_tiles, key_lengths, query_lengths, *limits,
             0.0, None, 0, False,
         )[2]  # fmt: skip
@@ -504,7 +504,6 @@ def attention_with_weights(
     """
     if unknown:
         refuse_unknown(attention_with_weights, unknown)
-    backend = _attention_with_weights.choice(backend)
     if not isinstance(average, bool):
         raise TypeError(f"average must be a bool, got {type(average).__name__}")
     q, k, v = autocast(q, k, v)
@@ -518,8 +517,8 @@ def attention_with_weights(
         alibi_slopes, softcap, sinks, relative_bias, relative_buckets, relative_max_distance,
         causal=code, B=B, M=M, N=N, q=q,
     )  # fmt: skip
-    seed = check_dropout(dropout_p, dropout_seed, dropout_stream, q.device, takes_origin=True)
-    out, _, weights = _attention_with_weights(
+    seed = check_dropout(dropout_p, dropout_seed, dropout_stream, q, takes_origin=True)
+    out, _, weights = attention_with_weights_op(
         q, k, v, mask, mask_tiles, key_lengths, query_lengths, *scores, code,
         *check_window(window), check_scale(scale, D), float(dropout_p), seed, dropout_stream,
         average, backend=backend,

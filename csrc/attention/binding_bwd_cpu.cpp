@@ -125,7 +125,7 @@ void compute_bwd(const OutputGradients& d, const std::optional<Tensor>& dweights
     a.dweights =
         data_of<const float>(*dweights, "dweights", rows_of_weights * a.keys, ScalarType::Float);
     a.average = average;
-    a.exact_delta = true;  // out does not show them
+    a.exact_delta = true;  // delta includes dweights, which out lacks
   }
   set_score_gradients(a, options, needs, of_scores);
   compute(a, lse_rows);

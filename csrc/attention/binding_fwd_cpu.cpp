@@ -50,14 +50,13 @@ void compute_with_weights(const Operands& x, const Masks& masks, const Options& 
   const int64_t count = a.batch * (average ? 1 : a.heads) * a.queries * a.keys;
   const bool is_wide = a.type == DType::kFloat32 && weights.is_contiguous();
   const Tensor wide = is_wide ? weights : new_contiguous(weights.sizes(), ScalarType::Float);
-  a.weights = data_of<float>(wide, "weights", count, ScalarType::Float);
+  float* const data = data_of<float>(wide, "weights", count, ScalarType::Float);
+  a.weights = count > 0 ? data : nullptr;
   a.average = average;
-  if (count > 0) {
-    compute(a);
-  } else {  // without keys, or without queries
-    a.weights = nullptr;
-    compute(a);
+  if (a.heads == 0) {  // no head adds to the mean
+    std::fill_n(data, count, 0.0f);
   }
+  compute(a);
   if (!is_wide) {
     torch::stable::copy_(weights, wide);
   }

@@ -387,10 +387,6 @@ class _Norm(NamedTuple):
     bias: Tensor | None
     eps: Any
 
-    @property
-    def _parameters(self) -> dict[str, Any]:
-        return self._asdict()
-
 
 def _wrapped(kind: Any, published: str) -> Forward:
     """`published` casts x to fp32, its result to x's dtype, both or neither."""

@@ -97,7 +97,7 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
         q, k, v = project(self, query, key, value)
         k, v, extra = extended_keys(self, k, v)
         mask = allowed_mask(*masks, q.shape[0], self.num_heads, extra)
-        heads, weights = heads_with_weights(self, q, k, v, mask, average_attn_weights)
+        heads, weights = heads_with_weights(self, q, k, v, mask, bool(average_attn_weights))
         context = merge_heads(self, heads, query.dim())
         if query.dim() == 2:
             weights = weights.squeeze(0)

@@ -5,6 +5,7 @@ defines. A child with hooks, parametrizations, a replaced `forward` method or wr
 (low-rank adapters, pruning, quantisation, sharding), or of a subclass, is called as a module.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -91,32 +92,43 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         or torch._C._is_tracing()
         or torch._C._is_any_autocast_enabled()
         or not (type(x) is Tensor and type(weight) in (nn.Parameter, Tensor) and x.is_cpu)
-        or not (x.layout is weight.layout is torch.strided)
+        or not (weight.is_cpu and x.layout is weight.layout is torch.strided)
         or x.is_nested
         or x.dim() == 0
         or weight.dim() != 2
         or x.shape[-1] != weight.shape[1]
         or x.dtype is not weight.dtype
-        or (bias is not None and (bias.dtype is not x.dtype or bias.shape != weight.shape[:1]))
+        or not (bias is None or _is_bias(bias, x.dtype, weight.shape[:1]))
         or functional.linear_runs_torch(x)
     ):
         return F.linear(x, weight, bias)
     return functional.linear_op(x, weight, bias)  # type: ignore[no-any-return]
 
 
+def _is_bias(bias: Tensor, dtype: torch.dtype, shape: torch.Size) -> bool:
+    is_dense = bias.is_cpu and bias.layout is torch.strided
+    return is_dense and bias.dtype is dtype and bias.shape == shape
+
+
+@functools.cache
+def _in_class(kind: Any, name: str) -> bool:
+    """Whether a class defines the attribute itself, such as a property."""
+    return hasattr(kind, name)
+
+
 def weight_and_bias(module: Any) -> tuple[Any, Any]:
-    """Both attributes, without `nn.Module.__getattr__`, which takes half a microsecond for each."""
-    parameters = module._parameters
-    if "weight" in parameters and "bias" in parameters:
-        return parameters["weight"], parameters["bias"]
-    return module.weight, module.bias  # not parameters: assigned as tensors
+    return attribute(module, "weight"), attribute(module, "bias")
 
 
 def attribute(module: Any, name: str) -> Any:
-    """A parameter or submodule, as `weight_and_bias` reads parameters."""
-    for found in (module._parameters, module._modules):
-        if name in found:
-            return found[name]
+    """getattr(module, name), for parameters and submodules without `nn.Module.__getattr__`, which
+    takes half a microsecond.
+    """
+    kind: Any = type(module)
+    if not _in_class(kind, name) and name not in module.__dict__:
+        for found in (module._parameters, module._modules):
+            if name in found:
+                return found[name]
     return getattr(module, name)
 
 

@@ -100,7 +100,13 @@ class PositionalMultiheadAttention(UnpackedMultiheadAttention):
         q, k = rotated_heads(self.positions, q, k)
         mask = allowed_mask(*masks, q.shape[0], self.num_heads)
         heads, weights = heads_with_weights(
-            self, q, k, v, mask, average_attn_weights, **self.positions.score_options(q.device)
+            self,
+            q,
+            k,
+            v,
+            mask,
+            bool(average_attn_weights),
+            **self.positions.score_options(q.device),
         )
         return self.out_proj(merge_heads(self, heads, 3)), weights
 

@@ -12,6 +12,7 @@ from torch import Tensor
 import fastattn
 from fastattn.ops.attention.op import CAUSAL
 from fastattn.testing.check import Oracle, check_sample
+from fastattn.testing.poison import poisoned_results
 from fastattn.testing.spec import Sample, all_specs
 
 SPECS = all_specs()
@@ -166,3 +167,18 @@ def test_more_positions_than_the_kernels_support_use_another_backend() -> None:
         k = q.expand(1, 1, keys, 1)
         explained = fastattn.explain("attention_with_weights", q, k, k)
         assert explained.chosen == chosen
+
+
+def test_a_score_of_infinity_gives_nan() -> None:
+    mask = torch.tensor([[0.0, torch.inf, 0.0]])
+    q, k = torch.ones(1, 1, 1, 4), torch.ones(1, 1, 3, 4)
+    out, weights = fastattn.attention_with_weights(q, k, k, mask=mask)
+    assert out.isnan().all() and weights.isnan().all()
+
+
+def test_the_mean_over_no_heads_is_zero() -> None:
+    q = torch.zeros(1, 0, 3, 4)
+    with poisoned_results():
+        for backend in ("cpu", "torch", "reference"):
+            _, weights = fastattn.attention_with_weights(q, q, q, average=True, backend=backend)
+            assert torch.equal(weights, torch.zeros(1, 3, 3))

@@ -135,3 +135,55 @@ def test_other_tensors_take_the_checked_path() -> None:
     shared = torch.randn(2, 1, 4, 8)
     expected = F.scaled_dot_product_attention(q, shared, shared)
     torch.testing.assert_close(sdpa(q, shared, shared, False), expected)
+
+
+# -- what the short checks must not miss ----------------------------------------------------------
+@pytest.mark.parametrize("name", ["out_proj.bias", "in_proj_bias"])
+def test_a_bias_on_another_device_raises(name: str) -> None:
+    module = fnn.MultiheadAttention(16, 4, batch_first=True)
+    owner = module.out_proj if name == "out_proj.bias" else module
+    attribute = name.removeprefix("out_proj.")
+    setattr(owner, attribute, torch.nn.Parameter(getattr(owner, attribute).to("meta")))
+    x = torch.randn(2, 5, 16)
+    with pytest.raises(RuntimeError, match="device"):
+        module(x, x, x)
+
+
+def test_a_property_of_a_subclass_is_read() -> None:
+    class OneMore(fnn.LayerNorm):
+        @property
+        def weight(self) -> Any:
+            return 1 + super().__getattr__("weight")
+
+    class Twice(fnn.MultiheadAttention):
+        @property
+        def in_proj_weight(self) -> Any:
+            return 2 * super().__getattr__("in_proj_weight")
+
+    x = torch.randn(2, 5, 8)
+    norm = OneMore(8)
+    norm._parameters["weight"].data.fill_(1.0)  # what is initialised is the property's result
+    expected = torch.nn.functional.layer_norm(x, (8,), torch.full((8,), 2.0), norm.bias)
+    torch.testing.assert_close(norm(x), expected)
+    norm = fnn.LayerNorm(8)
+    norm.__dict__["weight"] = torch.full((8,), 2.0)
+    torch.testing.assert_close(norm(x), expected)
+    twice = Twice(8, 2, batch_first=True)
+    twice._parameters["in_proj_weight"].data.normal_()
+    plain = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+    plain.load_state_dict(twice.state_dict())
+    plain.in_proj_weight.data.mul_(2)
+    for need_weights in (False, True):
+        got, expected = (m(x, x, x, need_weights=need_weights)[0] for m in (twice, plain))
+        torch.testing.assert_close(got, expected)
+
+
+def test_weights_with_other_truth_values_and_a_requested_backend(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module, x = fnn.MultiheadAttention(8, 2, batch_first=True), torch.randn(2, 5, 8)
+    expected = module(x, x, x)[1]
+    assert torch.equal(module(x, x, x, average_attn_weights=1)[1], expected)
+    assert module(x, x, x, average_attn_weights=None)[1].shape == (2, 2, 5, 5)
+    monkeypatch.setenv("FASTATTN_BACKEND", "triton")
+    assert torch.equal(module(x, x, x)[1], expected)

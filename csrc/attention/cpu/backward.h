@@ -388,8 +388,8 @@ inline void delta_from_out(const Backward& a, const QueryTile& at, const RowRang
 
 // With delta = 0, the sum of a row's ds is its delta. The rounding error of lse is a factor of all
 // weights of a row: where dweights are given, delta is divided by the sum of the weights, which has
-// the same factor, so that sums of p (dp - delta) stay 0. With dropout or a sink these sums are not
-// at hand.
+// the same factor, so that sums of p (dp - delta) stay 0. With dropout or a sink, the sums computed
+// here are not those of the weights.
 inline void delta_from_weights(const Backward& a, const QueryTile& at, const RowRanges& rows,
                                const BackwardWorkspace& memory, float* delta) {
   const bool normalize = a.dweights && a.dropout.threshold == 0 && !a.sinks;

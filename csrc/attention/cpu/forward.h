@@ -185,7 +185,7 @@ Operand<C> query_rows(const Problem& a, const TensorView& x, const QueryTile& at
   return {units<C>(memory), padded(a.head_dim) / C::kDepth};
 }
 
-// What forward_tile does with the weights of its rows, beside out: nothing (weights.h).
+// Default RowWeights of forward_tile: keeps no weights. TileWeights (weights.h) does.
 struct NoWeights {
   static constexpr bool kWanted = false;
   float* scores_of(int, float* s) const { return s; }

@@ -175,7 +175,7 @@ struct Problem {
 
 struct Forward : Problem {
   TensorView out;
-  float* lse;  // null: neither out nor lse is wanted, but weights
+  float* lse;  // null: only the weights are wanted
   // Few queries, several splits: their results [batch, heads x queries, splits()].
   float* partials;
   // The weights of out after dropout, [batch, heads, queries, keys] contiguous, or their mean over
@@ -281,7 +281,7 @@ class Arena {
 // per row, "columns" one per column, "pairs" are two rows interleaved if units are bf16.
 struct ForwardWorkspace {
   float *q_rows, *s, *p, *o, *bias, *rows, *k_columns, *v_pairs, *packed, *partials;
-  float* highest;  // of each row, after each tile of keys: of weights alone
+  float* highest;  // of each row, after each tile of keys; used only if weights are wanted
   int64_t floats;
 
   FASTATTN_INLINE ForwardWorkspace(const Forward& a, float* base)

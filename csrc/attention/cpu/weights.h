@@ -1,7 +1,7 @@
 // The forward with attention weights on CPU, [batch, heads, queries, keys] or their mean over
 // heads.
 //
-// Out and lse have the bits of forward.h, whose loop over tiles of keys this is. The weights of
+// The loop over tiles of keys is that of forward.h, so out and lse have its bits. The weights of
 // every tile stay in the workspace, relative to the highest exponent so far; at the end they are
 // rescaled to the row's highest exponent and sum, as its earlier sums were, and written or added to
 // those of the heads before. For few queries decode.h computes out and lse, and a pass without
@@ -46,7 +46,7 @@ class TileWeights {
       clear(0, rows.count, first + keys, in_tile - keys);
       for (int i = 0; i < rows.count; ++i) {
         const float then = memory_.highest[n * rows_ + i], now = state.m[i];
-        if (then == kNotComputed) {
+        if (then != then) {
           clear(i, i + 1, first, keys);
           continue;
         }
@@ -66,7 +66,7 @@ class TileWeights {
   }
 
  private:
-  static constexpr float kNotComputed = kInfinity;
+  static constexpr float kNotComputed = std::numeric_limits<float>::quiet_NaN();
 
   void clear(int from, int end, int first, int keys) const {
     for (int i = from; i < end && !add_; ++i) {

@@ -168,6 +168,7 @@ attention_with_weights = differentiable(
         batch_is_one_dimension=True,
         broadcast=_BROADCAST,
         dropout=("dropout_p",),
+        requested_in_pairs=True,
     ),
     Op(
         "attention_with_weights_bwd",
@@ -183,6 +184,7 @@ attention_with_weights = differentiable(
         batch_is_one_dimension=True,
         broadcast=_BROADCAST,
         dropout=("dropout_p",),
+        requested_in_pairs=True,
         is_derivative=True,
     ),
     reference.attention_with_weights_bwd,

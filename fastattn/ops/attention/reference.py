@@ -284,7 +284,7 @@ def attention_with_weights_fwd(
     """others: those of `attention_fwd`, then whether the weights are averaged over the heads."""
     *options, average = others
     out, lse, weights = _results(_softmax(q, k, v, mask, *options), q)
-    return out, lse, (weights.mean(1) if average else weights).to(q.dtype)
+    return out, lse, (weights.sum(1) / max(q.shape[1], 1) if average else weights).to(q.dtype)
 
 
 def attention_bwd(*call: Any) -> tuple[Tensor | None, ...]:

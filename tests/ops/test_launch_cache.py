@@ -100,7 +100,8 @@ class _Probe:
         needs: Sequence[bool] = (True, False),
         backend: str | None = None,
     ) -> Tensor:
-        y, z = self.op(x, other, factor, name, list(needs), backend=backend)
+        args = (x, other, factor, name, list(needs))
+        y, z = self.op.default(*args) if backend is None else self.op.named(*args, backend)
         expected = (x if other is None else x * other) * factor
         assert torch.equal(y, expected) and torch.equal(z, -expected)
         return y  # type: ignore[no-any-return]

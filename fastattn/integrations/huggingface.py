@@ -268,7 +268,7 @@ def _found_models_of(config: type) -> list[Any]:
     found = [importlib.import_module("transformers").PreTrainedModel]
     for kind in found:
         found += kind.__subclasses__()
-        # Of classes with the same name, the newest.
+        # The newest of the classes with one name.
         by_config.setdefault(getattr(kind, "config_class", None), {})[kind.__qualname__] = kind
     known = next((by_config[base] for base in config.__mro__ if base in by_config), {})
     return [*known.values()]

@@ -29,8 +29,8 @@ def recorded(call: Callable[[], Any]) -> list[tuple[Any, ...]]:
     return [(op, *args) for op, args, _ in recorder.calls]
 
 
-def assert_same_calls(ours: Callable[[], Any], functional: Callable[[], Any]) -> None:
-    found, wanted = recorded(ours), recorded(functional)
+def assert_same_calls(module_call: Callable[[], Any], functional: Callable[[], Any]) -> None:
+    found, wanted = recorded(module_call), recorded(functional)
     assert [len(call) for call in found] == [len(call) for call in wanted] != []
     for call, other in zip(found, wanted, strict=True):
         for x, y in zip(call, other, strict=True):
@@ -66,7 +66,7 @@ class TestSameCalls:
         x, residual, x_bias = (torch.randn(s).to(dtype) for s in ((3, 8), (3, 8), (8,)))
         streams = DropoutStreams(x.device)
 
-        def ours() -> Any:
+        def module_call() -> Any:
             streams.seed, streams.stream = None, 6
             return norm.fused_add_norm_and_sum(x, x_bias, residual, dropout, module, streams)
 
@@ -77,7 +77,7 @@ class TestSameCalls:
                 dropout_seed=seed, dropout_stream=7 if p else 0,
             )  # fmt: skip
 
-        assert_same_calls(ours, functional)
+        assert_same_calls(module_call, functional)
 
     @pytest.mark.parametrize("is_causal", [False, True])
     @pytest.mark.parametrize("sizes", [(4, 4, 8), (4, 6, 8), (4, 6, 5)])
@@ -103,11 +103,11 @@ class TestSameCalls:
 
         streams = DropoutStreams(q.device)
 
-        def ours() -> Any:
+        def module_call() -> Any:
             streams.seed, streams.stream = None, -1
             return attention.attend(module, q, k, v, streams, causal=causal)
 
-        assert_same_calls(ours, functional)
+        assert_same_calls(module_call, functional)
 
 
 def test_invalid_parameters_raise_as_before() -> None:

@@ -6,7 +6,7 @@ to its inputs and to the results of its modules, in the narrowest dtype that eac
 with. A copy of the model in fp64 would need two to four times its memory, and a model that names
 its dtypes does not run in it. A result may differ by
 
-    4 * the largest change in these runs + 4 * eps(dtype) * max|result|
+    8 * the largest change in these runs + 4 * eps(dtype) * max|result|
 
 in each row of its last dimension, or in the whole tensor where rows are short.
 """
@@ -32,7 +32,7 @@ from fastattn.nn.fusion import is_plain_tensor
 
 _RUNS = 3
 # Factor applied to the largest change in these runs: a maximum of few draws is too small.
-_FACTOR = 4
+_FACTOR = 8
 # Largest relative rounding error of each dtype.
 _UNITS = {
     dtype: torch.finfo(dtype).eps / 2

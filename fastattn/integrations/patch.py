@@ -223,7 +223,7 @@ def _registered(implementations: list[tuple[Any, str]]) -> _Implementations:
 
 
 def _set_attention(implementations: Iterable[tuple[Any, str]]) -> None:
-    """Outer models first: setting theirs sets that of the inner ones."""
+    """The implementations must list outer models first: transformers passes each to inner ones."""
     for config, implementation in implementations:
         config._attn_implementation = implementation
 

@@ -19,9 +19,10 @@ from fastattn.ops.ffn.op import GATED_ACTIVATIONS
 
 Causal = Literal["top_left", "bottom_right", "bottom_right_lengths"] | bool
 Lengths: TypeAlias = Tensor | Sequence[int]
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 _INTEGERS = (torch.int32, torch.int64)
 _DENSE = torch.strided
+_autocasts, _is_compiling = torch._C._is_any_autocast_enabled, torch.compiler.is_compiling
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, numbers.Real)  # NumPy scalars are Real
 _POSITIONS = 2**31  # offsets are int32
 _DEFAULT_FUNCTIONS: tuple[Any, ...] = (
@@ -106,7 +107,7 @@ def overrides_functions(x: Tensor) -> bool:
 def check_float(name: str, x: Any) -> None:
     if not isinstance(x, Tensor) or x.layout is not _DENSE or x.is_nested:
         check_tensor(name, x)
-    if x.dtype not in _FLOATS:
+    if x.dtype not in FLOATS:
         raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {x.dtype}")
 
 
@@ -126,7 +127,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, layouts: dict[str, str]) -> None:
         and isinstance(v, Tensor)
         and q.layout is k.layout is v.layout is _DENSE
         and k.dtype is q.dtype is v.dtype
-        and q.dtype in _FLOATS
+        and q.dtype in FLOATS
         and q.dim() == k.dim() == v.dim() == 4
         and not (q.is_nested or k.is_nested or v.is_nested)
         # is_cpu is faster than comparing devices.
@@ -135,11 +136,12 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, layouts: dict[str, str]) -> None:
         _refuse_qkv(q, k, v, layouts)
 
 
-def are_heads(q: Any, k: Any, v: Any) -> bool:
-    """Whether attention surely takes q, k and v as they are, by one test: dense CPU tensors of one
-    dtype in eager code without autocast, with sizes that fit and equal numbers of heads.
+def plain_sizes(q: Any, k: Any, v: Any) -> tuple[int, ...] | None:
+    """q's sizes [B, H, M, D] if attention surely takes q, k and v as they are, by one test: dense
+    CPU tensors of one dtype in eager code without autocast, with sizes that fit and equal numbers
+    of heads.
     """
-    return (
+    if (
         type(q) is type(k) is type(v) is Tensor
         and not (q.is_nested or k.is_nested or v.is_nested)
         and q.layout is k.layout is v.layout is _DENSE
@@ -147,15 +149,17 @@ def are_heads(q: Any, k: Any, v: Any) -> bool:
         and k.is_cpu
         and v.is_cpu
         and k.dtype is q.dtype is v.dtype
-        and q.dtype in _FLOATS
+        and q.dtype in FLOATS
         and len(of_q := q.shape) == 4
         and (
             (of_k := k.shape) == of_q or (len(of_k) == 4 and of_k == (*of_q[:2], of_k[2], of_q[3]))
         )
         and ((of_v := v.shape) == of_k or of_v[:-1] == of_k[:-1])
-        and not torch._C._is_any_autocast_enabled()
-        and not torch.compiler.is_compiling()
-    )
+        and not _autocasts()
+        and not _is_compiling()
+    ):
+        return of_q
+    return None
 
 
 def check_attention_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int, int]:
@@ -313,7 +317,7 @@ def check_mask_dtype(mask: Any) -> None:
             f"mask must hold its values itself, got {type(mask).__name__}, which overrides "
             "PyTorch's functions: if its data are the mask, pass mask.as_subclass(torch.Tensor)"
         )
-    if mask.dtype != torch.bool and mask.dtype not in _FLOATS:
+    if mask.dtype != torch.bool and mask.dtype not in FLOATS:
         raise TypeError(f"mask must be bool or floating, got {mask.dtype}")
 
 

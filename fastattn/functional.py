@@ -25,10 +25,10 @@ from torch._ops import OpOverload
 from typing_extensions import Never, Unpack
 
 from fastattn import _jagged as jagged
+from fastattn._arguments import FLOATS as FLOATS
 from fastattn._arguments import (
     Causal,
     aligned_mask,
-    are_heads,
     autocast,
     causal_code,
     check_attention_inputs,
@@ -58,6 +58,7 @@ from fastattn._arguments import check_tensor as check_tensor
 from fastattn._arguments import is_on_host as is_on_host
 from fastattn._arguments import lengths_tensor as lengths_tensor
 from fastattn._arguments import overrides_functions as overrides_functions
+from fastattn._arguments import plain_sizes as plain_sizes
 from fastattn._options import AddNormOptions, AttentionOptions, PaddedOptions
 from fastattn._paged import check_block_table, check_paged_inputs, refuse_gradients
 from fastattn._paged import first_differentiated as first_differentiated
@@ -220,8 +221,8 @@ def attention(
     """
     if unknown:
         refuse_unknown(attention, unknown)
-    usual = block_table is None and are_heads(q, k, v)
-    if not usual and isinstance(q, Tensor) and q.is_nested:
+    plain = plain_sizes(q, k, v) if block_table is None else None
+    if plain is None and isinstance(q, Tensor) and q.is_nested:
         for name, given in (
             ("mask", mask),
             ("key_lengths", key_lengths),
@@ -238,8 +239,8 @@ def attention(
             dropout_p=dropout_p, dropout_seed=dropout_seed, dropout_stream=dropout_stream,
             return_lse=return_lse, backend=backend,
         )  # fmt: skip
-    if usual:
-        (B, H, M, D), N = q.shape, k.shape[2]
+    if plain is not None:
+        (B, H, M, D), N = plain, k.shape[2]
     else:
         q, k, v = autocast(q, k, v)
         if block_table is None:
@@ -273,9 +274,9 @@ def attention(
             left, right, scale, backend=backend,
         )  # fmt: skip
     else:
-        out, lse = attention_op(
+        out, lse = attention_op.overload(backend)(
             q, k, v, mask, mask_tiles, key_lengths, query_lengths, distance_bias, sinks, cap, code,
-            left, right, scale, float(dropout_p), seed, dropout_stream, backend=backend,
+            left, right, scale, float(dropout_p), seed, dropout_stream,
         )  # fmt: skip
     return (out, lse) if return_lse else out
 

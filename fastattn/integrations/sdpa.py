@@ -116,9 +116,6 @@ def _backward(
     return grads[0], grads[1], grads[2]
 
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
 class AttentionMode(TorchFunctionMode):
     """Within it, `attention` runs the calls of scaled_dot_product_attention that it covers: those
     with queries, keys and values in four dimensions and of one dtype. Results are PyTorch's up to
@@ -134,6 +131,9 @@ class AttentionMode(TorchFunctionMode):
             if out is not None:
                 return out
         return func(*args, **kwargs)
+
+
+ATTENTION_MODE = AttentionMode()
 
 
 def _attention_of_sdpa(
@@ -152,16 +152,15 @@ def _attention_of_sdpa(
         attn_mask is scale is None
         and type(dropout_p) is float
         and dropout_p == 0.0
-        and type(query) is type(key) is type(value) is Tensor
-        and functional.are_heads(query, key, value)
+        and (sizes := functional.plain_sizes(query, key, value)) is not None
     ):
         code = functional.CAUSAL["top_left"] if is_causal else 0
-        return functional.attention_op(
+        return functional.attention_op.overload(None)(
             query, key, value, None, None, None, None, None, None, 0.0, code, -1, -1,
-            functional.check_scale(None, query.shape[3]), 0.0, None, 0,
+            sizes[3] ** -0.5 if sizes[3] else 1.0, 0.0, None, 0,
         )[0]  # fmt: skip
     inputs = (query, key, value)
-    if not all(_is_supported(x) and x.dim() == 4 and x.dtype in _DTYPES for x in inputs):
+    if not all(_is_supported(x) and x.dim() == 4 and x.dtype in functional.FLOATS for x in inputs):
         return None
     B, H, M, D = query.shape
     K, N = key.shape[1:3]

@@ -30,8 +30,6 @@ from fastattn.nn.fusion import (
 from fastattn.nn.relative import AttentionPositions
 from fastattn.nn.sharding import SINGLE, Sharding, sharding_of
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
 
 class MultiheadAttention(DropIn, nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention` on the `attention` op.
@@ -123,43 +121,31 @@ def is_supported(
     key_padding_mask: Tensor | None,
     attn_mask: Tensor | None,
     key_shards: int = 1,
+    checked: bool = False,
 ) -> bool:
     """Whether `attention_context` supports this call. Reads sizes and types only.
 
-    key_shards: the keys given are one of so many shards; the masks are for all keys.
+    key_shards: the keys given are one of so many shards; the masks are for all keys. checked: the
+    parameters and the query are known to be plain.
     """
     for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
         if mask is not None:
             functional.check_holds_values(name, mask)
             if functional.overrides_functions(mask):
                 return False
-    out_proj = attribute(module, "out_proj")
-    if "weight" not in out_proj._parameters and is_parametrized(out_proj, "weight"):
-        return False  # each read of a parametrized weight computes it
     rank = query.dim()
     if rank not in (2, 3) or key.dim() != rank or value.dim() != rank:
         return False
-    in_proj, out_weight = attribute(module, "in_proj_weight"), attribute(out_proj, "weight")
-    inputs = (query,) if query is key and key is value else (query, key, value)
-    for tensor in (*inputs, module.q_proj_weight if in_proj is None else in_proj, out_weight):
-        if tensor is not None and (
-            not is_plain_tensor(tensor)
-            or tensor.dtype not in _DTYPES
-            or tensor.layout is not torch.strided
-            or is_recorded_inference(tensor)
-        ):
-            return False
-    bias = attribute(module, "in_proj_bias")
-    if bias is not None and bias.dtype != out_weight.dtype:
+    if not (checked or _has_supported_tensors(module, query, key, value)):
         return False
     B, M = batch_and_length(module, query)
     batch, N = (B, M) if key is query else batch_and_length(module, key)
     return (
-        query.shape[-1] == module.embed_dim
+        batch == B
+        and (value is key or batch_and_length(module, value) == (B, N))
+        and query.shape[-1] == module.embed_dim
         and key.shape[-1] == module.kdim
         and value.shape[-1] == module.vdim
-        and batch == B
-        and (value is key or batch_and_length(module, value) == (B, N))
         and (attribute(module, "bias_k") is None) == (attribute(module, "bias_v") is None)
         and (
             key_padding_mask is None
@@ -171,6 +157,26 @@ def is_supported(
             or is_mask(attn_mask, (B * module.num_heads, M, N * key_shards))
         )
     )
+
+
+def _has_supported_tensors(
+    module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor
+) -> bool:
+    out_proj = attribute(module, "out_proj")
+    if "weight" not in out_proj._parameters and is_parametrized(out_proj, "weight"):
+        return False  # each read of a parametrized weight computes it
+    in_proj, out_weight = attribute(module, "in_proj_weight"), attribute(out_proj, "weight")
+    inputs = (query,) if query is key and key is value else (query, key, value)
+    for tensor in (*inputs, module.q_proj_weight if in_proj is None else in_proj, out_weight):
+        if tensor is not None and (
+            not is_plain_tensor(tensor)
+            or tensor.dtype not in functional.FLOATS
+            or tensor.layout is not torch.strided
+            or is_recorded_inference(tensor)
+        ):
+            return False
+    bias = attribute(module, "in_proj_bias")
+    return bias is None or bias.dtype == out_weight.dtype
 
 
 def matching_masks(
@@ -216,7 +222,7 @@ def attention_context(
     """
     check_causal_hint(is_causal, attn_mask)
     attn_mask, key_padding_mask = matching_masks(attn_mask, key_padding_mask, query.dtype)
-    q, k, v = project(module, query, key, value)
+    q, k, v = project(module, query, key, value, streams.checked)
     k, v, extra = extended_keys(module, k, v)
     # As in torch, the hint also covers the added keys, unless a padding mask requires the mask.
     causal = is_causal and (extra == 0 or key_padding_mask is None)
@@ -256,7 +262,7 @@ def attend(
         and causal in (False, "top_left")
         and 0.0 <= p <= 1.0
         and not options
-        and functional.are_heads(q, k, v)
+        and (streams.checked or functional.plain_sizes(q, k, v))
     ):
         return functional.attention_op(  # type: ignore[no-any-return]
             q, k, v, None, None, None, None, None, None, 0.0, functional.CAUSAL[causal], -1, -1,
@@ -312,38 +318,42 @@ def rotated_heads(
 
 
 def project(
-    module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor
+    module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, checked: bool = False
 ) -> tuple[Tensor, ...]:
-    """q, k and v as heads; inputs that are the same tensor share one matrix product."""
-    separate: Tensor | None = attribute(module, "q_proj_weight")
-    if separate is not None:
+    """q, k and v as heads; inputs that are the same tensor share one matrix product.
+
+    checked: as in `fusion.linear`.
+    """
+    # The flag is set with one packed weight alone.
+    if not module._qkv_same_embed_dim and attribute(module, "q_proj_weight") is not None:
         biases = (None,) * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
         weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
         return tuple(
             _heads(
                 module,
-                linear(x, weight, bias).unflatten(-1, (module.num_heads, -1)),
+                linear(x, weight, bias, checked=checked).unflatten(-1, (module.num_heads, -1)),
             )  # type: ignore[arg-type]
             for x, weight, bias in zip((query, key, value), weights, biases, strict=True)
         )
     if query is key and key is value:
-        return project_heads(module, query, 0, 3)
-    if key is value:
-        return project_heads(module, query, 0, 1) + project_heads(module, key, 1, 2)
-    if query is key:
-        return project_heads(module, query, 0, 2) + project_heads(module, value, 2, 1)
-    return (
-        project_heads(module, query, 0, 1)
-        + project_heads(module, key, 1, 1)
-        + project_heads(module, value, 2, 1)
-    )
+        parts = [(query, 0, 3)]
+    elif key is value:
+        parts = [(query, 0, 1), (key, 1, 2)]
+    elif query is key:
+        parts = [(query, 0, 2), (value, 2, 1)]
+    else:
+        parts = [(query, 0, 1), (key, 1, 1), (value, 2, 1)]
+    heads: tuple[Tensor, ...] = ()
+    for part in parts:
+        heads += project_heads(module, *part, checked)
+    return heads
 
 
 def project_heads(
-    module: nn.MultiheadAttention, x: Tensor, first: int, count: int
+    module: nn.MultiheadAttention, x: Tensor, first: int, count: int, checked: bool = False
 ) -> tuple[Tensor, ...]:
     """`project_in` as heads: `count` tensors `[B, H, S, D]`."""
-    y = project_in(module, x, first, count)  # [..., count, H, D]
+    y = project_in(module, x, first, count, checked)  # [..., count, H, D]
     if y.dim() == 4:
         return tuple(y.permute(1, 2, 0, 3)[:, None].unbind())
     order = (2, 0, 3, 1, 4) if module.batch_first else (2, 1, 3, 0, 4)
@@ -357,7 +367,9 @@ def project_each(
     return project_in(module, x, first, count).unbind(-3)
 
 
-def project_in(module: nn.MultiheadAttention, x: Tensor, first: int, count: int) -> Tensor:
+def project_in(
+    module: nn.MultiheadAttention, x: Tensor, first: int, count: int, checked: bool = False
+) -> Tensor:
     """x `[..., E]` times `count` blocks of `in_proj_weight` (0 query, 1 key, 2 value), beginning
     with block `first`: `[..., count, H, D]`.
     """
@@ -369,7 +381,7 @@ def project_in(module: nn.MultiheadAttention, x: Tensor, first: int, count: int)
             width = module.num_heads * module.head_dim
             rows = slice(first * width, (first + count) * width)
             weight, bias = weight[rows], None if bias is None else bias[rows]
-        y = linear(x, weight, bias)
+        y = linear(x, weight, bias, checked=checked)
     return y.view(*y.shape[:-1], count, module.num_heads, module.head_dim)
 
 

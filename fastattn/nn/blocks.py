@@ -13,9 +13,11 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fastattn import functional
 from fastattn.nn.attention import (
+    MultiheadAttention,
     attend,
     attention_context,
     is_supported,
@@ -24,26 +26,67 @@ from fastattn.nn.attention import (
     project_in,
 )
 from fastattn.nn.decoding import DecoderCache, LayerCache, Step
-from fastattn.nn.feed_forward import fused_activation
+from fastattn.nn.feed_forward import activation_name, fused_activation
 from fastattn.nn.fusion import (
     DropoutStreams,
     active_p,
+    are_plain,
     attribute,
+    has_plain_parameters,
     inherits,
     is_unmodified,
     linear,
+    runs_eagerly,
     weight_and_bias,
 )
 from fastattn.nn.norm import can_fuse, fused_add_norm, fused_add_norm_and_sum
 from fastattn.nn.packing import Packing, packed_context
 from fastattn.nn.positional_attention import attention_classes, positions_of
-from fastattn.nn.sharding import dropout_and_sum, sharding_of
+from fastattn.nn.sharding import SINGLE, dropout_and_sum, sharding_of
 
 # Input of a block -> the attention's context before its output projection, None if not supported.
 Context = Callable[[Tensor], Tensor | None]
 # The same block as torch composes it, dropout included.
 Block = Callable[[Tensor], Tensor]
 Layer: TypeAlias = nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
+
+
+def streams_of(layer: Layer, x: Tensor, *others: Tensor) -> DropoutStreams:
+    """The dropouts of a forward of the layer, and whether it is checked: it runs eagerly, all
+    inputs are dense CPU tensors of one dtype, and the children are unmodified, with dense
+    parameters of this dtype. One test for all, because a test for each op takes as long as the op
+    if sequences are short. The ops check the parameters' sizes.
+    """
+    streams = DropoutStreams(x.device, sharding_of(layer))
+    if streams.sharding is SINGLE and are_plain(x, *others) and runs_eagerly():
+        streams.checked = all(_is_plain(m, name, x) for name, m in layer._modules.items())
+    return streams
+
+
+def _is_plain(child: nn.Module | None, name: str, x: Tensor) -> bool:
+    """Whether a layer's child `name` may be part of its ops on inputs like x."""
+    if child is None:
+        return False
+    if name == "activation":
+        return True  # it is tested where it is used
+    if not has_plain_parameters(child, x):
+        return False
+    if name.startswith("norm"):
+        return can_fuse(child)
+    if name.startswith("dropout"):
+        return is_unmodified(child, nn.Dropout) and 0.0 <= active_p(child) <= 1.0
+    if name.startswith("linear"):
+        return is_unmodified(child, nn.Linear)
+    if name not in ("self_attn", "multihead_attn"):
+        return False
+    projection = child._modules.get("out_proj")
+    return (
+        is_unmodified(child, nn.MultiheadAttention, MultiheadAttention)
+        and child.__dict__.keys().isdisjoint(("in_proj_weight", "in_proj_bias"))
+        and type(projection) is NonDynamicallyQuantizableLinear
+        and projection.__dict__.keys().isdisjoint(("weight", "bias"))
+        and has_plain_parameters(projection, x)
+    )
 
 
 def fused_context(
@@ -57,10 +100,10 @@ def fused_context(
 ) -> Tensor | None:
     """The attention's context before its output projection; None if the module must be called."""
     name = "self_attn" if query is memory else "multihead_attn"
-    if not is_unmodified(attention, *attention_classes(name)):
+    if not (streams.checked or is_unmodified(attention, *attention_classes(name))):
         return None
-    shards = streams.sharding.key_shards
-    if not is_supported(attention, query, memory, memory, padding, mask, shards):  # type: ignore[arg-type]
+    shards, checked = streams.sharding.key_shards, streams.checked
+    if not is_supported(attention, query, memory, memory, padding, mask, shards, checked):  # type: ignore[arg-type]
         return None
     return attention_context(
         attention,  # type: ignore[arg-type]
@@ -91,16 +134,19 @@ def _attention_block(
     Post-norm: both are one tensor, and `norm` is this block's. Pre-norm: y is normalised, and
     `norm` is that of the next block.
     """
-    sharding, fusable = streams.sharding, can_fuse(dropout, norm)
-    heads = context(sharding.enter(y)) if is_unmodified(dropout, nn.Dropout) else None
+    sharding = streams.sharding
+    unmodified = streams.checked or is_unmodified(dropout, nn.Dropout)
+    heads = context(sharding.enter(y)) if unmodified else None
     if heads is None:
         _require_whole(layer, "attention", streams)
+        streams.checked = False
         x = x + block(y)
         y = norm(x)
         return (x, y) if layer.norm_first else (y, y)
     weight, bias = weight_and_bias(attribute(attention, "out_proj"))
-    product = sharding.leave(linear(heads, weight))  # its bias is added with the residual
-    if not fusable:
+    # Its bias is added with the residual.
+    product = sharding.leave(linear(heads, weight, checked=streams.checked))
+    if not (streams.checked or can_fuse(norm)):
         p = active_p(dropout)
         x = dropout_and_sum(product, bias, x, p, streams.take(p))
         y = norm(x)
@@ -129,32 +175,44 @@ def _feed_forward_block(
         else nn.TransformerDecoderLayer
     )
     activation = None
-    if inherits(layer, base, "_ff_block") and is_unmodified(dropout, nn.Dropout):
-        activation = fused_activation(linear1, layer.activation, inner, linear2)
+    if inherits(layer, base, "_ff_block"):
+        if streams.checked:
+            activation = activation_name(layer.activation)
+        elif is_unmodified(dropout, nn.Dropout):
+            activation = fused_activation(linear1, layer.activation, inner, linear2)
     if activation is None:
         _require_whole(layer, "feed-forward network", streams)
+        streams.checked = False
         x = x + layer._ff_block(y)
         return x if norm is None else norm(x)
     # The op adds bias and residual too, unless a norm or a sum over processes comes before them.
     whole = norm is None and sharding.whole
     p, output_p = active_p(inner), active_p(dropout)
     (weight1, bias1), (weight2, bias2) = weight_and_bias(linear1), weight_and_bias(linear2)
-    result = functional.ffn(
-        sharding.enter(y),
-        weight1,
-        bias1,
-        weight2,
-        bias2 if whole else None,
-        activation,
-        dropout_p=p,
-        output_dropout_p=output_p if whole else 0.0,
-        residual=x if whole else None,
-        **streams.take(p, output_p if whole else 0.0, of="hidden"),
-    )
+    last_bias, residual, last_p = (bias2, x, output_p) if whole else (None, None, 0.0)
+    stream = streams.take(p, last_p, of="hidden")
+    if streams.checked:
+        result: Tensor = functional.ffn_op(
+            y, weight1, bias1, weight2, last_bias, residual, activation, p, last_p,
+            stream.get("dropout_seed"), stream.get("dropout_stream", 0),
+        )[0]  # fmt: skip
+    else:
+        result = functional.ffn(
+            sharding.enter(y),
+            weight1,
+            bias1,
+            weight2,
+            last_bias,
+            activation,
+            dropout_p=p,
+            output_dropout_p=last_p,
+            residual=residual,
+            **stream,
+        )
     if whole:
         return result
     result = sharding.leave(result)
-    if norm is not None and can_fuse(dropout, norm):
+    if norm is not None and (streams.checked or can_fuse(norm)):
         return fused_add_norm(result, bias2, x, dropout, norm, streams)
     x = dropout_and_sum(result, bias2, x, output_p, streams.take(output_p))
     return x if norm is None else norm(x)
@@ -189,7 +247,7 @@ def packed_encoder_layer(
     layer: nn.TransformerEncoderLayer, x: Tensor, packing: Packing, causal: bool
 ) -> Tensor:
     """`layer` on packed rows `[T, E]`."""
-    streams, attention = DropoutStreams(x.device, sharding_of(layer)), layer.self_attn
+    streams, attention = streams_of(layer, x), layer.self_attn
 
     def attend_self(y: Tensor) -> Tensor:
         return packed_context(attention, y, y, packing, packing, causal, streams)
@@ -209,7 +267,7 @@ def packed_decoder_layer(
     causal: bool,
 ) -> Tensor:
     """`layer` on packed rows x `[T, E]` over packed memory `[S, E]`."""
-    streams = DropoutStreams(x.device, sharding_of(layer))
+    streams = streams_of(layer, x, memory)
     self_attn, cross_attn = layer.self_attn, layer.multihead_attn
 
     def attend_self(y: Tensor) -> Tensor:
@@ -260,7 +318,7 @@ def decoder_layer_step(
 ) -> Tensor:
     """`layer` on the next positions, whose keys and values are written to the cache."""
     self_attn, cross_attn = layer.self_attn, layer.multihead_attn
-    streams = DropoutStreams(x.device)
+    streams = streams_of(layer, x, past.target, past.memory)
     positions = positions_of(self_attn)
 
     def attend_self(y: Tensor) -> Tensor:

@@ -18,6 +18,9 @@ from fastattn import functional
 from fastattn.functional import new_dropout_seed
 from fastattn.nn.sharding import SINGLE, Sharding
 
+_autocasts, _is_tracing = torch._C._is_any_autocast_enabled, torch._C._is_tracing
+_is_compiling = torch.compiler.is_compiling
+
 
 def is_plain_tensor(tensor: Tensor) -> bool:
     """Whether a tensor holds its values itself: no wrapper and no own `__torch_function__`."""
@@ -27,14 +30,16 @@ def is_plain_tensor(tensor: Tensor) -> bool:
     return not functional.overrides_functions(tensor) and not is_traceable_wrapper_subclass(tensor)
 
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
 def are_plain(x: Tensor, *others: Tensor | None) -> bool:
     """Whether all are dense CPU tensors of one dtype, x and its views computed by an op: one test
     in place of the checks of a public function, which remain for everything else.
     """
-    if type(x) is not Tensor or x.is_nested or not x.is_cpu or (dtype := x.dtype) not in _DTYPES:
+    if (
+        type(x) is not Tensor
+        or x.is_nested
+        or not x.is_cpu
+        or (dtype := x.dtype) not in functional.FLOATS
+    ):
         return False
     for other in others:
         if other is not None and not (
@@ -69,7 +74,9 @@ def is_unmodified(module: nn.Module, *classes: type[nn.Module]) -> bool:
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
-        or "forward" in module.__dict__
+        or "forward" in (state := module.__dict__)
+        or "weight" in state  # in place of the parameter
+        or "bias" in state
         or _has_any_global_hook()
     ):
         return False
@@ -83,41 +90,67 @@ def is_unmodified(module: nn.Module, *classes: type[nn.Module]) -> bool:
     return True
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def has_plain_parameters(module: nn.Module, like: Tensor) -> bool:
+    """Whether all parameters are dense CPU tensors in the dtype of `like`, which autograd can
+    save.
+    """
+    dtype, saves = like.dtype, torch.is_grad_enabled()
+    for parameter in module._parameters.values():
+        if parameter is not None and not (
+            type(parameter) is nn.Parameter
+            and parameter.dtype is dtype
+            and parameter.is_cpu
+            and parameter.layout is torch.strided
+            and not (saves and parameter.is_inference())
+        ):
+            return False
+    return True
+
+
+def runs_eagerly() -> bool:
+    """Whether calls are neither compiled, traced nor cast by autocast."""
+    return not (_is_compiling() or _is_tracing() or _autocasts())
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, checked: bool = False
+) -> Tensor:
     """`fastattn.linear` for plain CPU tensors in eager code, else `F.linear`: compilers fuse it,
     tensor subclasses (quantised or sharded weights) override it, autocast caches the cast weight.
+
+    checked: all this is known to be so.
     """
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._is_tracing()
-        or torch._C._is_any_autocast_enabled()
-        or not (type(x) is Tensor and type(weight) in (nn.Parameter, Tensor) and x.is_cpu)
-        or not (weight.is_cpu and x.layout is weight.layout is torch.strided)
-        or x.is_nested
-        or x.dim() == 0
-        or weight.dim() != 2
-        or x.shape[-1] != weight.shape[1]
-        or x.dtype is not weight.dtype
-        or not (bias is None or _is_bias(bias, x.dtype, weight.shape[:1]))
-        or functional.linear_runs_torch(x)
+    if checked or (
+        type(weight) in (nn.Parameter, Tensor)
+        and are_plain(x, weight, bias)
+        and x.dim() > 0
+        and len(rows := weight.shape) == 2
+        and x.shape[-1] == rows[1]
+        and (bias is None or bias.shape == rows[:1])
+        and runs_eagerly()
     ):
-        return F.linear(x, weight, bias)
-    return functional.linear_op(x, weight, bias)  # type: ignore[no-any-return]
-
-
-def _is_bias(bias: Tensor, dtype: torch.dtype, shape: torch.Size) -> bool:
-    is_dense = bias.is_cpu and bias.layout is torch.strided
-    return is_dense and bias.dtype is dtype and bias.shape == shape
+        if not functional.linear_runs_torch(x):
+            return functional.linear_op(x, weight, bias)  # type: ignore[no-any-return]
+    return F.linear(x, weight, bias)
 
 
 @functools.cache
-def _in_class(kind: Any, name: str) -> bool:
-    """Whether a class defines the attribute itself, such as a property."""
-    return hasattr(kind, name)
+def _in_class(kind: Any, names: str | tuple[str, ...]) -> bool:
+    """Whether a class defines one of the attributes itself, such as a property."""
+    return any(hasattr(kind, name) for name in ([names] if isinstance(names, str) else names))
+
+
+_AFFINE = ("weight", "bias")
 
 
 def weight_and_bias(module: Any) -> tuple[Any, Any]:
-    return attribute(module, "weight"), attribute(module, "bias")
+    """(module.weight, module.bias), as `attribute` reads them."""
+    kind: Any = type(module)
+    if not (_in_class(kind, _AFFINE) or "weight" in (state := module.__dict__) or "bias" in state):
+        found = state["_parameters"]
+        if "weight" in found and "bias" in found:
+            return found["weight"], found["bias"]
+    return module.weight, module.bias
 
 
 def attribute(module: Any, name: str) -> Any:
@@ -125,10 +158,10 @@ def attribute(module: Any, name: str) -> Any:
     takes half a microsecond.
     """
     kind: Any = type(module)
-    if not _in_class(kind, name) and name not in module.__dict__:
-        for found in (module._parameters, module._modules):
-            if name in found:
-                return found[name]
+    state = module.__dict__
+    if name not in state and not _in_class(kind, name):
+        if name in (found := state["_parameters"]) or name in (found := state["_modules"]):
+            return found[name]
     return getattr(module, name)
 
 
@@ -159,7 +192,11 @@ class DropoutStreams:
     """The dropouts of one forward: one seed for all, streams 0, 1, 2 ... in the order of the calls.
 
     The seed is drawn at the first active dropout, so evaluation leaves the generator unchanged.
+
+    checked: whether the blocks of the layer may call their ops without tests (`blocks.streams_of`).
     """
+
+    checked = False
 
     def __init__(self, device: torch.device, sharding: Sharding | None = None) -> None:
         self.device = device

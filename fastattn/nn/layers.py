@@ -16,13 +16,13 @@ from fastattn.nn.blocks import (
     fused_context,
     packed_decoder_layer,
     packed_encoder_layer,
+    streams_of,
 )
 from fastattn.nn.conversion import DropIn, convert_children
-from fastattn.nn.fusion import DropoutStreams, inherits, savable
+from fastattn.nn.fusion import inherits, savable
 from fastattn.nn.packing import Packing
 from fastattn.nn.positional_attention import set_positions
 from fastattn.nn.relative import AttentionPositions, PositionKind, make_positions
-from fastattn.nn.sharding import sharding_of
 
 
 class TransformerEncoderLayer(DropIn, nn.TransformerEncoderLayer):
@@ -88,7 +88,7 @@ class TransformerEncoderLayer(DropIn, nn.TransformerEncoderLayer):
         mask, padding = matching_masks(
             src_mask, src_key_padding_mask, src.dtype, "src_mask", "src_key_padding_mask"
         )
-        streams = DropoutStreams(src.device, sharding_of(self))
+        streams = streams_of(self, src)
 
         def attend_self(y: Tensor) -> Tensor | None:
             if not inherits(self, nn.TransformerEncoderLayer, "_sa_block"):
@@ -177,7 +177,7 @@ class TransformerDecoderLayer(DropIn, nn.TransformerDecoderLayer):
                 memory_is_causal,
             )
         tgt, memory = savable(tgt, memory)
-        streams = DropoutStreams(tgt.device, sharding_of(self))
+        streams = streams_of(self, tgt, memory)
 
         def attend_self(y: Tensor) -> Tensor | None:
             if not inherits(self, nn.TransformerDecoderLayer, "_sa_block"):

@@ -1,7 +1,7 @@
 """`LayerNorm` and `RMSNorm` in place of torch's, and `AddNorm`: norm(x + dropout(sublayer output)).
 
 The drop-ins differ from `torch.nn`'s only in `forward`. `fused_add_norm` is the end of a block of
-a Transformer layer as one op, for modules that `can_fuse` accepts.
+a Transformer layer as one op, for unmodified dropouts and norms that `can_fuse` accepts.
 """
 
 import math
@@ -11,18 +11,22 @@ import torch
 from torch import Tensor, nn
 
 from fastattn import functional
+from fastattn.functional import FLOATS
 from fastattn.nn.conversion import DropIn
 from fastattn.nn.fusion import (
     DropoutStreams,
     active_p,
     are_plain,
+    has_plain_parameters,
     is_plain_tensor,
     is_recorded_inference,
     is_unmodified,
+    runs_eagerly,
     weight_and_bias,
 )
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_DENSE = torch.strided
+_layer_norm_op = functional.layer_norm_op.overload
 
 
 def is_valid_eps(eps: Any) -> bool:
@@ -35,7 +39,7 @@ def _is_supported(x: Tensor, normalized_shape: tuple[int, ...], eps: Any) -> boo
     rank = len(normalized_shape)
     return (
         is_plain_tensor(x)
-        and x.dtype in _DTYPES
+        and x.dtype in FLOATS
         and x.layout is torch.strided
         and x.dim() >= rank > 0
         and x.shape[x.dim() - rank :] == normalized_shape
@@ -64,20 +68,25 @@ def _in_memory_format_of(x: Tensor, y: Tensor) -> Tensor:
 def layer_norm(module: Any, input: Tensor) -> Tensor | None:
     """What an `nn.LayerNorm` returns, on the `layer_norm` op; None where torch's code must run."""
     shape, eps, (weight, bias) = module.normalized_shape, module.eps, weight_and_bias(module)
-    if (  # valid for the op: inline, because small norms take no longer than the checks
+    if (  # valid for the op but for sizes, which it checks: small norms take no longer than checks
         type(input) is Tensor
-        and not input.is_nested
-        and input.layout is torch.strided
         and input.is_cpu
-        and (dtype := input.dtype) in _DTYPES
-        and input.shape[-1:] == shape
-        and (weight is None or (weight.dtype is dtype and weight.is_cpu and weight.shape == shape))
-        and (bias is None or (bias.dtype is dtype and bias.is_cpu and bias.shape == shape))
+        and not input.is_nested
+        and input.layout is _DENSE
+        and (dtype := input.dtype) in FLOATS
+        and weight is not None
+        and weight.dtype is dtype
+        and weight.is_cpu
+        and weight.shape == shape
+        and (bias is None or (bias.dtype is dtype and bias.is_cpu))
         and type(eps) is float
         and 0.0 <= eps < math.inf
         and len(shape) == 1
     ):
-        return functional.layer_norm_op(input, weight, bias, eps)[0]  # type: ignore[no-any-return]
+        try:
+            return _layer_norm_op(None)(input, weight, bias, eps)[0]  # type: ignore[no-any-return]
+        except RuntimeError:
+            pass  # sizes that do not fit raise below, as in torch
     if not _is_supported(input, shape, eps):
         return None
     x = _autocast_input(input)
@@ -147,16 +156,21 @@ class AddNorm(nn.Module):
         if x.shape != y.shape:
             raise ValueError(f"y must have the shape of x, {list(x.shape)}, got {list(y.shape)}")
         norm = self.norm
-        if can_fuse(self.dropout, norm) and _is_supported(x, norm.normalized_shape, norm.eps):
-            return fused_add_norm(y, None, x, self.dropout, self.norm, DropoutStreams(x.device))
+        if (
+            is_unmodified(self.dropout, nn.Dropout)
+            and can_fuse(norm)
+            and _is_supported(x, norm.normalized_shape, norm.eps)
+        ):
+            streams = DropoutStreams(x.device)
+            streams.checked = are_plain(x, y) and has_plain_parameters(norm, x) and runs_eagerly()
+            return fused_add_norm(y, None, x, self.dropout, norm, streams)
         return self.norm(x + self.dropout(y))
 
 
-def can_fuse(dropout: nn.Module, norm: nn.Module) -> bool:
-    """Whether `fused_add_norm` can replace both: unmodified modules, a norm over one dimension."""
+def can_fuse(norm: nn.Module) -> bool:
+    """Whether `fused_add_norm` can compute the norm: unmodified, over one dimension."""
     return (
-        is_unmodified(dropout, nn.Dropout)
-        and is_unmodified(norm, nn.LayerNorm, LayerNorm)
+        is_unmodified(norm, nn.LayerNorm, LayerNorm)
         and len(norm.normalized_shape) == 1  # type: ignore[arg-type]
         and is_valid_eps(norm.eps)
     )
@@ -171,10 +185,9 @@ def fused_add_norm(
     streams: DropoutStreams,
 ) -> Tensor:
     """norm(residual + dropout(x + x_bias)) in torch's dtype: the end of a post-norm block."""
-    y, _ = fused_add_norm_and_sum(
-        x, x_bias, _autocast_input(_promoted(residual, x)), dropout, norm, streams
-    )
-    return y
+    if not streams.checked:
+        residual = _autocast_input(_promoted(residual, x))
+    return fused_add_norm_and_sum(x, x_bias, residual, dropout, norm, streams)[0]
 
 
 def fused_add_norm_and_sum(
@@ -190,16 +203,7 @@ def fused_add_norm_and_sum(
     weight, bias = weight_and_bias(norm)
     eps: Any = norm.eps
     stream = streams.take(p)
-    if (
-        are_plain(x, residual, x_bias, weight, bias)
-        and type(residual) is Tensor
-        and residual.shape == x.shape
-        and x.dim() > 0
-        and (weight is None or weight.shape == x.shape[-1:])
-        and (bias is None or bias.shape == x.shape[-1:])
-        and (x_bias is None or x_bias.shape == x.shape[-1:])
-        and 0.0 <= p <= 1.0
-    ):
+    if streams.checked:
         y, z, *_ = functional.add_layer_norm_op(
             x, residual, x_bias, weight, bias, float(eps), p, stream.get("dropout_seed"),
             stream.get("dropout_stream", 0),

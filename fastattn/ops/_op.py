@@ -171,11 +171,15 @@ class Op:
         """Calls the op on valid arguments, as the public functions do after their checks, and
         modules whose inputs are known to be valid. Returns what the schema declares.
         """
+        return self.overload(backend)(*args)
+
+    def overload(self, backend: str | None) -> Callable[..., Any]:
+        """The op as such a call calls it."""
         if backend is not None or _env.requested_backends():
             backend = self.choice(backend)
             if backend is not None:
-                return self.named(*args, backend)
-        return self.default(*args)
+                return lambda *args: self.named(*args, backend)
+        return self.default
 
     def choice(self, backend: Any) -> str | None:
         """The backend that the call requests, else the one that FASTATTN_BACKEND requests."""

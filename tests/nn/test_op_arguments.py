@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import fastattn
 import fastattn.nn as fnn
 from fastattn.nn import attention, norm
+from fastattn.nn.blocks import streams_of
 from fastattn.nn.fusion import DropoutStreams
 
 
@@ -65,6 +66,7 @@ class TestSameCalls:
         module, dropout = fnn.LayerNorm(8, dtype=dtype), nn.Dropout(p)
         x, residual, x_bias = (torch.randn(s).to(dtype) for s in ((3, 8), (3, 8), (8,)))
         streams = DropoutStreams(x.device)
+        streams.checked = not torch._C._is_any_autocast_enabled()
 
         def module_call() -> Any:
             streams.seed, streams.stream = None, 6
@@ -187,3 +189,93 @@ def test_weights_with_other_truth_values_and_a_requested_backend(
     assert module(x, x, x, average_attn_weights=None)[1].shape == (2, 2, 5, 5)
     monkeypatch.setenv("FASTATTN_BACKEND", "triton")
     assert torch.equal(module(x, x, x)[1], expected)
+
+
+# -- layers whose children are tested once --------------------------------------------------------
+def _layer(**options: Any) -> Any:
+    torch.manual_seed(0)
+    return fnn.TransformerDecoderLayer(16, 2, 24, 0.0, batch_first=True, **options).eval()
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("activation", ["relu", torch.tanh])
+@pytest.mark.parametrize("causal", [False, True])
+def test_checked_layers_compute_the_same(norm_first: bool, activation: Any, causal: bool) -> None:
+    layer = _layer(norm_first=norm_first, activation=activation)
+    x, memory = torch.randn(2, 5, 16), torch.randn(2, 3, 16)
+    mask = nn.Transformer.generate_square_subsequent_mask(5) if causal else None
+    inputs: Any = (x, memory, mask), {"tgt_is_causal": causal}
+    assert streams_of(layer, x, memory).checked
+    got = layer(*inputs[0], **inputs[1])
+    layer.linear1.register_forward_hook(lambda *_: None)
+    layer.norm2.register_forward_hook(lambda *_: None)
+    assert not streams_of(layer, x, memory).checked
+    torch.testing.assert_close(got, layer(*inputs[0], **inputs[1]))
+
+
+def _replace_weight(layer: Any) -> None:
+    layer.linear2.__dict__["weight"] = 2 * layer.linear2.weight.detach()
+
+
+def _parametrize(layer: Any) -> None:
+    torch.nn.utils.parametrizations.weight_norm(layer.self_attn.out_proj)
+
+
+def _shadow_projection(layer: Any) -> None:
+    layer.self_attn.__dict__["in_proj_weight"] = 2 * layer.self_attn.in_proj_weight.detach()
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "hook": lambda layer: layer.dropout2.register_forward_hook(lambda *_: None),
+    "forward": lambda layer: setattr(layer.norm3, "forward", lambda x: x),
+    "weight": _replace_weight,
+    "in_proj_weight": _shadow_projection,
+    "parametrization": _parametrize,
+    "another norm": lambda layer: setattr(layer, "norm1", nn.RMSNorm(16)),
+    "no norm": lambda layer: setattr(layer, "norm2", nn.Identity()),
+    "two dimensions": lambda layer: setattr(layer, "norm1", nn.LayerNorm((5, 16))),
+    "another projection": lambda layer: setattr(layer, "linear1", nn.Sequential(layer.linear1)),
+    "adapter": lambda layer: layer.add_module("adapter", nn.Linear(16, 16)),
+}
+# The result is not PyTorch's: it refuses the first and the last, fastattn a sparse weight.
+UNUSUAL: dict[str, Callable[[Any], Any]] = {
+    "dtype": lambda layer: layer.norm2.double(),
+    "meta": lambda layer: layer.linear1.to("meta"),
+    "sparse": lambda layer: setattr(
+        layer.linear1, "weight", nn.Parameter(layer.linear1.weight.detach().to_sparse())
+    ),
+    "probability": lambda layer: (layer.train(), setattr(layer.dropout3, "p", 2.0)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_children_are_noticed(change: str) -> None:
+    layer, pytorch = _layer(), nn.TransformerDecoderLayer(16, 2, 24, 0.0, batch_first=True).eval()
+    pytorch.load_state_dict(layer.state_dict())
+    x, memory = torch.randn(2, 5, 16), torch.randn(2, 3, 16)
+    assert streams_of(layer, x, memory).checked
+    for changed in (layer, pytorch):
+        torch.manual_seed(1)
+        CHANGES[change](changed)
+    assert not streams_of(layer, x, memory).checked
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x, memory), pytorch(x, memory))
+
+
+def test_inputs_parameters_and_modes_are_noticed() -> None:
+    layer, x, memory = _layer(), torch.randn(2, 5, 16), torch.randn(2, 3, 16)
+    for change in UNUSUAL.values():
+        unusual = _layer()
+        change(unusual)
+        assert not streams_of(unusual, x, memory).checked
+    assert not streams_of(layer, x, memory.double()).checked
+    assert not streams_of(layer, x.to("meta"), memory.to("meta")).checked
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not streams_of(layer, x, memory).checked
+    with torch.inference_mode():
+        unsaved = _layer()
+        assert streams_of(unsaved, x, memory).checked
+    assert not streams_of(unsaved, x, memory).checked
+    layer.linear1.weight = nn.Parameter(torch.randn(24, 15))  # sizes are checked by the ops
+    with pytest.raises((RuntimeError, ValueError), match="w1"):
+        layer(x, memory)

@@ -507,8 +507,11 @@ def attention_with_weights(
         refuse_unknown(attention_with_weights, unknown)
     if not isinstance(average, bool):
         raise TypeError(f"average must be a bool, got {type(average).__name__}")
-    q, k, v = autocast(q, k, v)
-    B, H, M, D, N = check_attention_inputs(q, k, v)
+    if (plain := plain_sizes(q, k, v)) is not None:
+        (B, H, M, D), N = plain, k.shape[2]
+    else:
+        q, k, v = autocast(q, k, v)
+        B, H, M, D, N = check_attention_inputs(q, k, v)
     mask, causal = aligned_mask(mask, causal, M, N)
     mask, mask_tiles, key_lengths, query_lengths = check_restrictions(
         mask, key_lengths, query_lengths, B, H, M, N, q.device

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
 from fastattn import functional
@@ -21,11 +22,15 @@ from fastattn.functional import Lengths
 from fastattn.nn.conversion import DropIn
 from fastattn.nn.fusion import (
     DropoutStreams,
+    are_plain,
     attribute,
+    has_plain_parameters,
     is_plain_tensor,
     is_recorded_inference,
     linear,
+    runs_eagerly,
     savable,
+    weight_and_bias,
 )
 from fastattn.nn.relative import AttentionPositions
 from fastattn.nn.sharding import SINGLE, Sharding, sharding_of
@@ -62,7 +67,16 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         given = query, key, value
         query, key, value = savable(*given)
-        if not is_supported(self, query, key, value, key_padding_mask, attn_mask):
+        streams = DropoutStreams(query.device)
+        streams.checked = (
+            type(self) is MultiheadAttention
+            and runs_eagerly()
+            and are_plain(query, key, value)
+            and is_plain(self, query)
+        )
+        if not is_supported(
+            self, query, key, value, key_padding_mask, attn_mask, checked=streams.checked
+        ):
             if has_own_heads(self):
                 check_padded_inputs(self, query, key, value, key_padding_mask, attn_mask)
                 raise NotImplementedError(
@@ -86,20 +100,21 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
                 key_padding_mask,
                 attn_mask,
                 is_causal,
-                DropoutStreams(query.device),
+                streams,
             )
-            return linear(context, self.out_proj.weight, self.out_proj.bias), None
-
-        check_causal_hint(is_causal, attn_mask)
-        masks = matching_masks(attn_mask, key_padding_mask, query.dtype)
-        q, k, v = project(self, query, key, value)
-        k, v, extra = extended_keys(self, k, v)
-        mask = allowed_mask(*masks, q.shape[0], self.num_heads, extra)
-        heads, weights = heads_with_weights(self, q, k, v, mask, bool(average_attn_weights))
-        context = merge_heads(self, heads, query.dim())
-        if query.dim() == 2:
-            weights = weights.squeeze(0)
-        return linear(context, self.out_proj.weight, self.out_proj.bias), weights
+            weights = None
+        else:
+            check_causal_hint(is_causal, attn_mask)
+            masks = matching_masks(attn_mask, key_padding_mask, query.dtype)
+            q, k, v = project(self, query, key, value, streams.checked)
+            k, v, extra = extended_keys(self, k, v)
+            mask = allowed_mask(*masks, q.shape[0], self.num_heads, extra)
+            heads, weights = heads_with_weights(self, q, k, v, mask, bool(average_attn_weights))
+            context = merge_heads(self, heads, query.dim())
+            if query.dim() == 2:
+                weights = weights.squeeze(0)
+        affine = weight_and_bias(attribute(self, "out_proj"))
+        return linear(context, *affine, checked=streams.checked), weights
 
 
 def scale_of(module: nn.Module) -> float | None:
@@ -111,6 +126,18 @@ def has_own_heads(module: nn.MultiheadAttention) -> bool:
     """Whether `set_heads` changed the module, so that torch's functions do not compute it."""
     own_scale = scale_of(module) not in (None, module.head_dim**-0.5)
     return own_scale or module.num_heads * module.head_dim != module.embed_dim
+
+
+def is_plain(module: nn.Module, x: Tensor) -> bool:
+    """Whether the parameters of torch's or fastattn's attention are its own, dense and like x."""
+    projection = module._modules.get("out_proj")
+    return (
+        type(projection) is NonDynamicallyQuantizableLinear
+        and module.__dict__.keys().isdisjoint(("in_proj_weight", "in_proj_bias"))
+        and projection.__dict__.keys().isdisjoint(("weight", "bias"))
+        and has_plain_parameters(module, x)
+        and has_plain_parameters(projection, x)
+    )
 
 
 def is_supported(
@@ -354,6 +381,8 @@ def project_heads(
 ) -> tuple[Tensor, ...]:
     """`project_in` as heads: `count` tensors `[B, H, S, D]`."""
     y = project_in(module, x, first, count, checked)  # [..., count, H, D]
+    if count == 1:
+        return (_heads(module, y.squeeze(-3)),)
     if y.dim() == 4:
         return tuple(y.permute(1, 2, 0, 3)[:, None].unbind())
     order = (2, 0, 3, 1, 4) if module.batch_first else (2, 1, 3, 0, 4)

@@ -13,13 +13,12 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fastattn import functional
 from fastattn.nn.attention import (
-    MultiheadAttention,
     attend,
     attention_context,
+    is_plain,
     is_supported,
     merge_heads,
     project_heads,
@@ -69,24 +68,15 @@ def _is_plain(child: nn.Module | None, name: str, x: Tensor) -> bool:
         return False
     if name == "activation":
         return True  # it is tested where it is used
-    if not has_plain_parameters(child, x):
-        return False
     if name.startswith("norm"):
-        return can_fuse(child)
+        return can_fuse(child) and has_plain_parameters(child, x)
     if name.startswith("dropout"):
         return is_unmodified(child, nn.Dropout) and 0.0 <= active_p(child) <= 1.0
     if name.startswith("linear"):
-        return is_unmodified(child, nn.Linear)
+        return is_unmodified(child, nn.Linear) and has_plain_parameters(child, x)
     if name not in ("self_attn", "multihead_attn"):
         return False
-    projection = child._modules.get("out_proj")
-    return (
-        is_unmodified(child, nn.MultiheadAttention, MultiheadAttention)
-        and child.__dict__.keys().isdisjoint(("in_proj_weight", "in_proj_bias"))
-        and type(projection) is NonDynamicallyQuantizableLinear
-        and projection.__dict__.keys().isdisjoint(("weight", "bias"))
-        and has_plain_parameters(projection, x)
-    )
+    return is_unmodified(child, *attention_classes("multihead_attn")) and is_plain(child, x)
 
 
 def fused_context(

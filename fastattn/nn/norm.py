@@ -162,7 +162,7 @@ class AddNorm(nn.Module):
             and _is_supported(x, norm.normalized_shape, norm.eps)
         ):
             streams = DropoutStreams(x.device)
-            streams.checked = are_plain(x, y) and has_plain_parameters(norm, x) and runs_eagerly()
+            streams.checked = runs_eagerly() and are_plain(x, y) and has_plain_parameters(norm, x)
             return fused_add_norm(y, None, x, self.dropout, norm, streams)
         return self.norm(x + self.dropout(y))
 

@@ -32,8 +32,8 @@ CHARACTERS = 128
 def label_characters(source: str) -> list[int]:
     """A label for each character of a program."""
     starts = [0]
-    for line in source.splitlines(keepends=True):
-        starts.append(starts[-1] + len(line))
+    for line in source.split("\n"):  # as tokenize does, not at form feeds
+        starts.append(starts[-1] + len(line) + 1)
     labels = [0] * len(source)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         kind = {

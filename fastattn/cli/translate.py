@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
 from dataclasses import asdict
@@ -143,10 +144,12 @@ def _run_translate(options: argparse.Namespace) -> int:
 def _lines_of_input() -> list[str]:
     if sys.stdin is None:
         raise UsageError("TEXT must be given if there is no standard input, got neither")
+    if isinstance(sys.stdin, io.TextIOWrapper):  # a lone CR ends no line; `search` refuses bytes
+        sys.stdin.reconfigure(errors="surrogateescape", newline="\n")
     if sys.stdin.isatty():
         log("reading lines from the terminal; end with Ctrl-D")
-    lines = [line.rstrip("\r\n") for line in sys.stdin]
-    return [lines[0].removeprefix("\ufeff"), *lines[1:]] if lines else []
+    # Joined files have byte order marks at the start of other lines than the first.
+    return [line.removeprefix("\ufeff").rstrip("\r\n") for line in sys.stdin]
 
 
 def add_evaluate(commands: Any) -> None:

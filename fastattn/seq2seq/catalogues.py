@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .data import Pair
+from .data import Pair, split_lines
 from .progress import waiting
 
 CATALOGUE_SUFFIXES = (".mo", ".po")
@@ -84,7 +84,7 @@ def load_catalogue_pairs(*, cache: Path | None = None, show: bool = True) -> Cat
             defaults: dict[str, str] = {}
             comments = path.with_suffix(".po")
             if comments.exists():
-                defaults = read_po_defaults(comments.read_text(encoding="utf-8"))
+                defaults = read_po_defaults(comments.read_bytes())
             try:
                 messages = list(read_mo(path.read_bytes()))
             except (ValueError, struct.error) as error:
@@ -196,12 +196,12 @@ def read_mo(data: bytes) -> Iterator[tuple[str, str]]:
             yield texts[0], texts[1]
 
 
-def read_po_defaults(text: str) -> dict[str, str]:
+def read_po_defaults(data: bytes) -> dict[str, str]:
     """Return the English text of `#. Default: "..."` comments, by message."""
     defaults: dict[str, str] = {}
     wording = message = ""
     state = ""
-    for line in [*text.splitlines(), ""]:
+    for line in [*(line.decode("utf-8-sig") for line in split_lines(data)), ""]:
         if line.startswith('#. Default: "'):
             wording, state = line.removeprefix('#. Default: "'), "comment"
         elif state == "comment" and line.startswith("#. ") and not wording.endswith('"'):

@@ -1,7 +1,8 @@
 """From sentence pairs to batches: reading, splitting, subwords, batches of similar length.
 
 A pair file is tab-separated text, one pair per line, like Tatoeba's `fra.txt`: source, target, and
-any further columns, which are ignored. The split depends only on the sentences and the seed, and
+any further columns, which are ignored. Lines end with LF or CRLF; other line separators are
+whitespace within a sentence. The split depends only on the sentences and the seed, and
 no source sentence (ignoring case and punctuation) is in two parts. Subwords are byte-level BPE over
 both languages, trained on the training part only. Batches hold about the same number of tokens, and
 their order is a pure function of seed and epoch, so that training can continue from any position.
@@ -77,7 +78,7 @@ def read_pairs(path: Path | str) -> PairFile:
     """Read tab-separated sentence pairs; a line without two non-empty columns is a problem."""
     path = Path(path)
     pairs, problems = [], []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+    for number, line in enumerate(split_lines(path.read_bytes()), start=1):
         if not line.strip():
             continue
         try:
@@ -96,6 +97,14 @@ def read_pairs(path: Path | str) -> PairFile:
         else:
             pairs.append(Pair(columns[0], columns[1]))
     return PairFile(pairs, problems)
+
+
+def split_lines(data: bytes) -> list[bytes]:
+    """Return the lines of a file without their ends, LF or CRLF.
+
+    `str.splitlines` also splits at a lone CR, a form feed, U+2028 and others.
+    """
+    return [line.removesuffix(b"\r") for line in data.split(b"\n")]
 
 
 def tidy(text: str) -> str:
@@ -267,6 +276,8 @@ def require_unicode(texts: Sequence[str]) -> None:
             text.encode()
         except UnicodeEncodeError:  # a surrogate, which Python decodes invalid bytes to
             raise ValueError(f"text {number} must be UTF-8, got {text[:60]!a}") from None
+        if "\0" in text:
+            raise ValueError(f"text {number} must be UTF-8 text, got byte 0x00, as in UTF-16")
 
 
 def one_line(text: str) -> str:

@@ -620,9 +620,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a metrics file, without a last line truncated by a crash."""
     if not path.exists():
         return []
-    rows = []
     with reading(path):
-        for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-            if line.endswith("\n"):
-                rows.append(json.loads(line))
+        *lines, _ = path.read_bytes().split(b"\n")
+        rows = [json.loads(line) for line in lines]
     return rows

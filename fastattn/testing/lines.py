@@ -41,14 +41,13 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of a file, none if there is no file. Incomplete lines are left out."""
     if not path.exists():
         return
-    with path.open() as file:
-        for line in file:
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict):
-                yield row
+    for line in path.read_bytes().split(b"\n"):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            yield row
 
 
 def read_as(kind: Callable[..., T], path: Path) -> Iterator[T]:

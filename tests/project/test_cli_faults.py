@@ -176,6 +176,31 @@ def test_one_line_of_output_for_each_line_of_input(capsys, run_folder, monkeypat
     assert code == 2 and "TEXT must be given if there is no standard input" in err
 
 
+def test_lines_of_a_stream(run_folder):
+    """Only LF and CRLF end a line, and bytes that are not text are an error that names the line, in
+    every locale.
+    """
+    start = "import sys; from fastattn import cli; sys.exit(cli.main())"
+
+    def translate(text: bytes) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run(
+            [sys.executable, "-c", start, *_translate(run_folder, "--json")],
+            input=text, capture_output=True, timeout=120, check=False,
+            env=os.environ | {"PYTHONIOENCODING": "utf-8:strict"},
+        )  # fmt: skip
+
+    done = translate("\ufeffkarin\rsix\r\nkarin\u2028six\n\ufeffkarin six".encode())
+    rows = json.loads(done.stdout)
+    assert [row["source"] for row in rows] == ["karin\rsix", "karin\u2028six", "karin six"]
+    assert len({row["translation"] for row in rows}) == len({row["score"] for row in rows}) == 1
+    for text, problem in (
+        (b"karin\na \xff b\n", "text 2 must be UTF-8, got 'a \\udcff b'"),
+        (b"k\0a\0\n\0", "text 1 must be UTF-8 text, got byte 0x00, as in UTF-16"),
+    ):
+        done = translate(text)
+        assert done.returncode == 2 and problem in done.stderr.decode(), done.stderr
+
+
 def test_a_missing_package_is_not_reported_as_damage(capsys, run_folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     code, _, err = call(capsys, *_translate(run_folder, "karin six"))

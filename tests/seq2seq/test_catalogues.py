@@ -59,10 +59,19 @@ msgstr ""
 msgid "Add"
 msgstr "Ajouter"
 """
-    assert catalogues.read_po_defaults(text) == {
+    expected = {
         "label_select_file": 'Select a "file"',
         "label_long": "A wording on two lines",
     }
+    assert catalogues.read_po_defaults(text.encode()) == expected
+    dos = b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode()
+    assert catalogues.read_po_defaults(dos) == expected
+
+
+@pytest.mark.parametrize("separator", ["\r", "\f", "\x1c", "\x85", "\u2028"], ids=ascii)
+def test_other_separators_than_line_feeds_are_in_a_message(separator):
+    text = f'#. Default: "A{separator}wording"\nmsgid "label{separator}"\nmsgstr ""\n'
+    assert catalogues.read_po_defaults(text.encode()) == {f"label{separator}": f"A{separator}wording"}
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,40 @@ def test_pair_files_report_each_malformed_line(tmp_path):
     ]
 
 
+# What str.splitlines splits at besides LF and CRLF.
+SEPARATORS = ("\r", "\v", "\f", "\x1c", "\x1d", "\x1e", "\x85", "\u2028", "\u2029")
+
+
+@pytest.mark.parametrize("separator", SEPARATORS, ids=ascii)
+def test_other_separators_than_line_feeds_are_in_a_field(tmp_path, separator):
+    path = tmp_path / "pairs.tsv"
+    lines = [
+        f"\ufeffgood{separator}morning\tbon{separator}{separator}jour\r",
+        f"no{separator}tab",
+        f"{separator}Go.\tVa !{separator}\tCC-BY{separator}2.0\r",
+        "\ufeffa mark\tof a joined file",
+        "nul\0\tx",
+    ]
+    path.write_bytes("\n".join(lines).encode())
+    file = read_pairs(path)
+    assert file.pairs == [
+        Pair("good morning", "bon jour"), Pair("Go.", "Va !"), Pair("a mark", "of a joined file"),
+    ]  # fmt: skip
+    assert file.problems == [
+        f"{path}:2: must be source<TAB>target, got 'no tab'",
+        f"{path}:5: must be UTF-8 text, got byte 0x00, as in UTF-16",
+    ]
+
+
+@pytest.mark.parametrize("surrogate", [b"\xed\xa0\x80", b"\xed\xbf\xbf"])
+def test_lone_surrogates_are_not_utf_8(tmp_path, surrogate):
+    path = tmp_path / "pairs.tsv"
+    path.write_bytes(b"a\rb\tc\n" + surrogate + b"\tx\n")
+    file = read_pairs(path)
+    assert file.pairs == [Pair("a b", "c")]
+    assert file.problems == [f"{path}:2: must be UTF-8, got byte 0xed"]
+
+
 def test_no_source_sentence_is_in_two_parts():
     pairs = toy_pairs(200)
     variants = [Pair(p.source.upper() + "!", p.target + " bis") for p in pairs]

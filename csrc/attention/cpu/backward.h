@@ -45,8 +45,7 @@ struct GradientRow {
   const float *s, *dp;
   int begin, end;  // allowed keys, counted from the tile's first
   Bias bias;
-  float shift;  // kPowerShift - lse * log2(e)
-  float delta;
+  float m, log_sum, delta;
   TileDropout::Row drawn;
   // Of kChanged.
   float inverse_cap;   // 0 without a soft cap
@@ -54,8 +53,8 @@ struct GradientRow {
 
   Weights at(int j, float scale_log2, float keep_scale) const {
     // For large scores, s - lse may be far above 0 because of rounding.
-    const Float exponent = exponents<kRange>(s, j, scale_log2, begin, end, bias) + shift;
-    const Float p = power(smaller_of(splat(kPowerShift), exponent));
+    const Float exponent = exponents<kRange>(s, j, scale_log2, begin, end, bias) - m - log_sum;
+    const Float p = power(smaller_of(Float{}, exponent));
     Float g = load(dp + j), kept = p;
     if constexpr (kDrop) {
       g = drawn.apply(g * keep_scale, j);
@@ -123,44 +122,64 @@ class Gradients {
     }
   }
 
+  // Adds the scores of the packed queries and keys to their rows' softmax.
+  void add_scores(const RowRanges& rows, SoftmaxState& state) {
+    const TileBias bias = begin_tile(rows);
+    if (!compute_scores(bias)) {
+      return;
+    }
+    const float scale_log2 = a_.score_scale() * kLog2E;
+    const bool restricted = !rows.allows_all(first_key_, columns_) || !(scale_log2 > 0.0f);
+    const TileDropout dropout(a_, sequence_.b, h_, first_row_, first_key_);
+    with_flags(restricted, bool(bias), [&](auto range, auto biased) {
+      const auto bias_row = [&](int i) {
+        if constexpr (biased) {
+          return bias.floats(i);
+        } else {
+          return NoBias{};
+        }
+      };
+      softmax_each_row<range, false>(
+          rows, live_, scale_log2, bias_row, dropout, first_key_, columns_, memory_.s, state,
+          [](int, int, Float, Float) {}, [](int, int, float) {});
+    });
+  }
+
   // Computes p and ds of the packed queries and keys; false if no pair is allowed. Unless
   // distance_sums is null, adds ds there, as distance_sums_of.
   bool compute(const RowRanges& rows, const float* delta, bool for_keys, bool for_queries,
                float* distance_sums = nullptr) {
-    columns_ = round_up(smaller(rows.some.end - first_key_, kTileKeys), kLanes);
-    live_ = rows.touching(first_key_, columns_);
-    const TileBias bias(a_, sequence_, h_, first_row_, live_, first_key_, memory_.bias);
-    if (is_empty(live_) || bias.none) {
+    const TileBias bias = begin_tile(rows);
+    if (!compute_scores(bias)) {
       return false;
     }
     const int first = live_.begin, count = live_.end - live_.begin;
-    float *const s = memory_.s + first * kTileKeys, *const dp = memory_.dp + first * kTileKeys;
-    multiply<C>(count, columns_, ceil_div(a_.head_dim, C::kDepth), q_.row(first), q_.stride, 1,
-                units<C>(memory_.k_columns), kTileKeys, s, kTileKeys, false);
+    float* const dp = memory_.dp + first * kTileKeys;
     if (a_.dout.data) {
       multiply<C>(count, columns_, ceil_div(a_.value_dim, C::kDepth), dout_.row(first),
                   dout_.stride, 1, units<C>(memory_.v_columns), kTileKeys, dp, kTileKeys, false);
     } else {
       memset(dp, 0, sizeof(float) * count * kTileKeys);
     }
-    cap_scores(a_, count, columns_, s);
     const TileDropout dropout(a_, sequence_.b, h_, first_row_, first_key_);
     const LseRows known = lse_rows(a_, sequence_, h_, first_row_);
     if (a_.dweights) {
       add_dweights(known);
     }
+    const float* const m = row_values(a_, a_.m, sequence_, h_, first_row_);
+    const float* const log_sum = row_values(a_, a_.log_sum, sequence_, h_, first_row_);
     const float inverse_cap = a_.softcap > 0.0f ? 1.0f / a_.softcap : 0.0f;
     const auto write = [&](auto changed, const auto& bias_row) __attribute__((always_inline)) {
       with_flags(!rows.allows_all(first_key_, columns_), bool(dropout), [&](auto range, auto drop) {
         const auto row = [&](int i) __attribute__((always_inline)) {
-          const float lse_log2 = known.dead(i) ? 0.0f : known.lse[i] * kLog2E;
           return GradientRow<range, drop, changed, decltype(bias_row(i))>{
               memory_.s + i * kTileKeys,
               memory_.dp + i * kTileKeys,
               rows.begin[i] - first_key_,
               rows.end[i] - first_key_,
               bias_row(i),
-              kPowerShift - lse_log2,
+              m[i],
+              log_sum[i],
               delta[i],
               dropout.row(i),
               inverse_cap,
@@ -210,6 +229,25 @@ class Gradients {
 
  private:
   static constexpr int kBlock = 16;  // positions and units that are transposed together
+
+  // The bias of the packed keys, for the rows that may attend some of them.
+  TileBias begin_tile(const RowRanges& rows) {
+    columns_ = round_up(smaller(rows.some.end - first_key_, kTileKeys), kLanes);
+    live_ = rows.touching(first_key_, columns_);
+    return {a_, sequence_, h_, first_row_, live_, first_key_, memory_.bias};
+  }
+  // Computes the tile's scores; false if no pair is allowed.
+  bool compute_scores(const TileBias& bias) const {
+    if (is_empty(live_) || bias.none) {
+      return false;
+    }
+    const int first = live_.begin, count = live_.end - live_.begin;
+    float* const s = memory_.s + first * kTileKeys;
+    multiply<C>(count, columns_, ceil_div(a_.head_dim, C::kDepth), q_.row(first), q_.stride, 1,
+                units<C>(memory_.k_columns), kTileKeys, s, kTileKeys, false);
+    cap_scores(a_, count, columns_, s);
+    return true;
+  }
 
   // Adds the gradient of the weights to dp, which is that of dropout(p).
   void add_dweights(const LseRows& known) const {
@@ -352,7 +390,43 @@ class Gradients {
   const Unit *p_pairs_ = nullptr, *ds_pairs_ = nullptr, *ds_rows_ = nullptr;
 };
 
-// -- delta ---------------------------------------------------------------------------------------
+// -- m, log_sum and delta ------------------------------------------------------------------------
+// From this |lse * log2(e)| on, a row's scores are summed once more, because the rounding error of
+// lse is a factor of all its weights: 2^-12 here, any number where a mask adds -1e9 to all scores.
+constexpr float kLargeLse = 4096.0f;
+
+inline void find_weights(const Backward& a, const QueryTile& at, const RowRanges& rows,
+                         const LseRows& known, const BackwardWorkspace& memory, float* m,
+                         float* log_sum) {
+  const auto is_large = [&](int i) { return !known.dead(i) && std::abs(m[i]) >= kLargeLse; };
+  bool any_large = false;
+  for (int i = 0; i < rows.count; ++i) {
+    m[i] = known.dead(i) ? 0.0f : known.lse[i] * kLog2E;
+    log_sum[i] = 0.0f;
+    any_large = any_large || is_large(i);
+  }
+  if (!any_large) {
+    return;
+  }
+  with_units(a.type, [&](auto u) {
+    Gradients<decltype(u)> tiles(a, memory);
+    SoftmaxState state(rows.count);
+    tiles.pack_queries(at.sequence, at.h, at.first, rows.count, false);
+    const DeadKeys dead(a, at.sequence, at.kv_head);
+    for (int n = rows.tiles().begin; n < rows.tiles().end; ++n) {
+      tiles.pack_keys(at.sequence, at.kv_head, n, dead);
+      tiles.add_scores(rows, state);
+    }
+    for (int i = 0; i < rows.count; ++i) {
+      if (is_large(i)) {
+        const SoftmaxState::Total total = state.total(i, a.sink(at.h));
+        m[i] = total.m;
+        log_sum[i] = std::log2(total.l);
+      }
+    }
+  });
+}
+
 // The dot product of x and y, before the sum over lanes.
 template <class T>
 inline Float row_products(const T* x, const T* y, int dim) {
@@ -427,6 +501,7 @@ void delta(const Backward& a, Queue& queue, float* workspace) {
     const int64_t position = query_offset(a.lse_strides, at.sequence, at.h, at.first);
     const LseRows known = {a.lse + position, a.sink(at.h)};
     const RowRanges rows(a, at.sequence, at.first, known);
+    find_weights(a, at, rows, known, memory, a.m + position, a.log_sum + position);
     float* result = a.delta + position;
     if (!a.dout.data && !a.dweights) {
       memset(result, 0, sizeof(float) * rows.count);
@@ -745,11 +820,13 @@ void ddistance_bias(const Backward& a, Queue& queue, float*) {
 // -- dsinks --------------------------------------------------------------------------------------
 // The sum of p_sink * delta over rows of one head. A dead row's only weight is that of the sink, 1,
 // or none where its lse is -inf. dlse may be null.
-inline float sink_products(const LseRows& rows, const float* delta, const float* dlse, int count) {
+inline float sink_products(const LseRows& rows, const float* m, const float* log_sum,
+                           const float* delta, const float* dlse, int count) {
   Float total = {};
   for_vectors(count, [&](auto lanes, int64_t i) {
-    const Float lse = lanes.load(rows.lse + i), without = splat(rows.sink) - lse;
-    const Float p = lse <= splat(rows.sink) ? splat(1.0f) : power(without * kLog2E + kPowerShift);
+    const Float lse = lanes.load(rows.lse + i);
+    const Float exponent = splat(rows.sink * kLog2E) - lanes.load(m + i) - lanes.load(log_sum + i);
+    const Float p = lse <= splat(rows.sink) ? splat(1.0f) : power(exponent);
     const Float of_dead = dlse ? -lanes.load(dlse + i) : Float{};
     const Float d = lse <= splat(rows.sink) ? of_dead : lanes.load(delta + i);
     total += lanes.only(lse == splat(-kInfinity) ? Float{} : p * d);
@@ -764,7 +841,9 @@ void dsinks(const Backward& a, Queue& queue, float*) {
       const Sequence s = a.sequence(b);
       for (int first = 0; first < live_queries(a, s); first += kTileRows) {
         const float* dlse = a.dlse ? row_values(a, a.dlse, s, h, first) : nullptr;
-        total += sink_products(lse_rows(a, s, h, first), row_values(a, a.delta, s, h, first), dlse,
+        total += sink_products(lse_rows(a, s, h, first), row_values(a, a.m, s, h, first),
+                               row_values(a, a.log_sum, s, h, first),
+                               row_values(a, a.delta, s, h, first), dlse,
                                smaller(live_queries(a, s) - first, kTileRows));
       }
     }

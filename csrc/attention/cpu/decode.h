@@ -406,9 +406,7 @@ inline void add_partial(float* total, const float* partial, int64_t E) {
     return;
   }
   const float now = m > before ? m : before;
-  const auto factor = [now](float m) {
-    return m == now ? 1.0f : power(splat(m - now + kPowerShift))[0];
-  };
+  const auto factor = [now](float m) { return m == now ? 1.0f : power(splat(m - now))[0]; };
   const float old = factor(before), added = factor(m);
   for (int64_t e = 0; e < E; e += kLanes) {
     store(total + e, load(total + e) * old + load(partial + e) * added);

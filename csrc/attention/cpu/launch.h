@@ -133,18 +133,24 @@ void launch_tangents(const Kernels& kernels, Tangents& a, float* workspace, int6
 }
 
 // -- backward ------------------------------------------------------------------------------------
+// delta, m and log_sum.
+constexpr int64_t kRowFloats = 3;
+
 // lse_rows: rows of lse in all heads.
 inline int64_t backward_floats(const Backward& a, int64_t lse_rows, int64_t threads) {
-  return padded(lse_rows) + a.distance_sums_floats() +
+  return kRowFloats * padded(lse_rows) + a.distance_sums_floats() +
          workers_for(a, kBackwardProducts, threads) * BackwardWorkspace(a, nullptr).floats;
 }
 
 template <class Parallel>
 void launch_backward(const Kernels& kernels, Backward& a, int64_t lse_rows, float* workspace,
                      int64_t available, int64_t threads, const Parallel& parallel) {
+  const int64_t rows = padded(lse_rows);
   a.delta = workspace;
-  a.distance_sums = workspace + padded(lse_rows);
-  const int64_t shared = padded(lse_rows) + a.distance_sums_floats();
+  a.m = workspace + rows;
+  a.log_sum = workspace + 2 * rows;
+  a.distance_sums = workspace + kRowFloats * rows;
+  const int64_t shared = kRowFloats * rows + a.distance_sums_floats();
   const auto team = team_of(workers_for(a, kBackwardProducts, threads), workspace + shared,
                             available - shared, BackwardWorkspace(a, nullptr).floats, parallel);
   const int64_t kv_heads = a.batch * a.kv_heads;

@@ -225,6 +225,9 @@ struct Backward : Problem {
   float* dsinks;                // [heads], null: not wanted
   // rowsum(out * dout) - dlse, which is subtracted from every dp of the row
   float* delta;
+  // A row's weights are 2^(exponent - m - log_sum): m is lse * log2(e) and log_sum is 0, or, where
+  // lse is too large to be exact (kLargeLse), m is the highest exponent.
+  float *m, *log_sum;
   float* distance_sums;  // see distance_sums_of
   // Whether delta is computed from the weights instead of the rounded out. The mask's gradient is a
   // sum of ds alone and would show the rounding error.

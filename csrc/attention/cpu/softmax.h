@@ -56,24 +56,24 @@ struct SoftmaxState {
   }
   bool dead(int i) const { return l[i] == 0.0f; }  // a row of NaN has m -inf and l NaN
 
-  // The row's lse, and the factor of its weighted values. The sink, -inf without sinks, takes part
-  // in the sum and has no value. A dead row's lse is the sink; that of others is rounded up to be
-  // larger (LseRows).
+  // The row's m and l with the sink, -inf without sinks, which takes part in the sum and has no
+  // value; its lse, and the factor of its weighted values. A dead row's lse is the sink; that of
+  // others is rounded up to be larger (LseRows).
   struct Total {
-    float lse, weight;
+    float m, l, lse, weight;
   };
   Total total(int i, float sink) const {
     if (dead(i)) {
-      return {sink, 0.0f};
+      return {-kInfinity, 0.0f, sink, 0.0f};
     }
     if (sink == -kInfinity) {
-      return {m[i] * kLn2 + std::log(l[i]), 1.0f / l[i]};
+      return {m[i], l[i], m[i] * kLn2 + std::log(l[i]), 1.0f / l[i]};
     }
     const float sink_m = sink * kLog2E, highest = std::max(m[i], sink_m);
-    const float scaled = power(splat(m[i] - highest + kPowerShift))[0];
-    const float sum = l[i] * scaled + power(splat(sink_m - highest + kPowerShift))[0];
+    const float scaled = power(splat(m[i] - highest))[0];
+    const float sum = l[i] * scaled + power(splat(sink_m - highest))[0];
     const float lse = highest * kLn2 + std::log(sum);
-    return {lse <= sink ? std::nextafter(sink, kInfinity) : lse, scaled / sum};
+    return {highest, sum, lse <= sink ? std::nextafter(sink, kInfinity) : lse, scaled / sum};
   }
 };
 
@@ -128,15 +128,15 @@ inline __attribute__((always_inline)) float softmax_row(float* s, int columns, f
   const float highest = largest(most) * (kRaw ? scale_log2 : 1.0f);
   const float now = highest > before ? highest : before;
   const bool first = before == -kInfinity;  // nothing to rescale
-  const float rescale = first || now == before ? 1.0f : power(splat(before - now + kPowerShift))[0];
+  const float rescale = first || now == before ? 1.0f : power(splat(before - now))[0];
   // -inf - (-inf) is NaN: a row with no key yet keeps 0.
-  const Float shift = splat(now == -kInfinity ? kPowerShift : kPowerShift - now);
+  const Float subtracted = splat(now == -kInfinity ? 0.0f : now);
   Float total = {};
   const TileDropout::Row drawn = dropout.row(row);
   for (int j = 0; j < columns; j += kLanes) {
     // Rounded like `highest`: with fma, the highest weight of large scores could be far from 1.
     const Float x = kRaw ? load(s + j) * scale_log2 : load(s + j);
-    const Float weight = power(x + shift);
+    const Float weight = power(x - subtracted);
     total += weight;
     Float kept = weight;
     if constexpr (kDrop) {

@@ -50,7 +50,7 @@ class TileWeights {
           clear(i, i + 1, first, keys);
           continue;
         }
-        const float rescale = then == now ? 1.0f : power(splat(then - now + kPowerShift))[0];
+        const float rescale = then == now ? 1.0f : power(splat(then - now))[0];
         const float factor = rescale * factors[i] * part_;
         const float* const weights = scores_of(n, memory_.s) + i * kTileKeys;
         float* const result = result_ + i * int64_t{a_.keys} + first;

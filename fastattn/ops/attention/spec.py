@@ -298,6 +298,31 @@ SAMPLES = (
        D=24, mask="min BMN", causal="bottom_right", window=(40, -1), key_lengths=[90, 50, 0],
        query_lengths=[70, 33, 20], dropout_p=0.2),
     *_combinations(),
+    _s("rows_1e4", "rows with a number added to all scores: it is exact to ±1e-3 in fp32",
+       "interpreter", mask="rows-1e4 BMN", M=33, N=140, D=16),
+    _s("rows_1e9", "lse cannot hold the number of keys beside such a number", "interpreter",
+       mask="rows-1e9 BMN", M=33, N=140, D=16),
+    _s("rows_min", "the same with half of finfo.min, causal and with padding", mask="rows-1e39 HMN",
+       M=65, causal=True, key_lengths=[65, 40]),
+    _s("rows_high", "a positive number, for grouped queries", H=4, K=2, mask="rows2e7 BMN", M=40,
+       N=300, D=16, dropout_p=0.2),
+    _s("rows_one_query", "decoding", H=4, K=2, M=1, N=1100, D=16, mask="rows-1e9 BHN"),
+    _s("rows_scores", "with a soft cap, sinks of the same size and a bias by distance", M=65, N=130,
+       D=16, mask="rows-1e4 BMN", softcap=2.0, sinks=-1e4, alibi="H"),
+    _s("exact_1e6", "whole numbers, of which some are equal, times 2^17", "interpreter",
+       whole=True, M=33, N=140, D=16, scale=2.0**17),
+    _s("exact_one_key", "one key, scores of up to ±1e8", whole=True, M=33, N=1, D=16,
+       scale=2.0**22),
+    replace(
+        _s("exact_1e10", "whole numbers, of which some are equal, times 2^29", "interpreter",
+           whole=True, M=33, N=140, D=16, scale=2.0**29),
+        dtypes=(torch.float32, torch.bfloat16),  # gradients overflow in fp16
+    ),
+    replace(
+        _s("exact_sinks", "the sink has no weight, or all", H=4, K=2, whole=True, M=33, N=140,
+           D=16, scale=2.0**25, sinks=3e8),
+        dtypes=(torch.float32, torch.bfloat16),
+    ),
     _s("scale_zero", "mean of the allowed values", scale=0.0, M=33, causal=True),
     _s("scale_zero_lengths", "0 times NaN at dead keys", scale=0.0, M=33, key_lengths=[33, 5]),
     _s("scale_large", "one weight is 1", scale=50.0, M=63, N=65),
@@ -421,6 +446,11 @@ SAMPLES = (
 )  # fmt: skip
 
 
+# The rounding errors of larger scores are those of the reference in the data's dtype: beside them a
+# weight may have an error of 1/16 of it, not one above it.
+_LARGEST_SIZE = 2.0**16
+
+
 def magnitudes(
     inputs: Inputs, douts: tuple[Tensor, ...], dweights: Tensor | float = 0.0
 ) -> dict[str, Tensor]:
@@ -452,7 +482,7 @@ def magnitudes(
         bias = reference.bias_of_pairs(scores[0].abs(), M, N, *lengths, bounds[0])
         size = size + torch.where(allowed_of(inputs), bias, 0).reshape(size.shape)
     size = torch.where(t.p > 0, size, 0)
-    p = t.p * (1 + size)
+    p = t.p * (1 + size.clamp(max=_LARGEST_SIZE))
     dropped = p if t.drop is None else p * t.drop
     dp = dout @ t.v.abs().transpose(-1, -2)
     dp = dp + torch.where(t.live_rows, dweights, 0).abs().expand(B, H, M, N).reshape(dp.shape)

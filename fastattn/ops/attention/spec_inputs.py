@@ -73,6 +73,10 @@ def _mask(
         outside[..., :9] = True
         number = -float(what.removeprefix("padding"))
         bias = torch.where(outside, max(number, smallest / 2), 0.0)
+    elif what.startswith("rows"):  # a number for all keys of every third row, or of all queries
+        number = float(what.removeprefix("rows"))
+        step = 3 if "M" in letters else 1
+        bias[..., ::step, :] += max(number, smallest / 2)
     elif what == "low":
         bias = bias - 100
     elif what == "inf":
@@ -148,10 +152,13 @@ def make_inputs(
     origin: tuple[int, ...] = (),
     amplitude: float = 1.0,
     key_amplitude: float = 1.0,
+    whole: bool = False,
     poison: bool = True,
     prepared: bool = False,
 ) -> Inputs:
-    """alibi, softcap, sinks, relative: as in `make_scores`. origin: of the dropout bits."""
+    """alibi, softcap, sinks, relative: as in `make_scores`. origin: of the dropout bits. whole:
+    round q and k to whole numbers.
+    """
     N = M if N is None else N
     K = H if K is None else K
     q = _tensor(generator, dtype, layout, B, H, M, D)
@@ -159,7 +166,7 @@ def make_inputs(
     k = _tensor(generator, dtype, layout, B, K, N, D)
     k = k if key_amplitude == 1.0 else k * key_amplitude
     v = _tensor(generator, dtype, layout, B, K, N, D if E is None else E)
-    inputs: Inputs = {"q": q, "k": k, "v": v}
+    inputs: Inputs = {"q": q.round() if whole else q, "k": k.round() if whole else k, "v": v}
     if mask is not None:
         inputs["mask"] = _mask_in(mask_layout, _mask(generator, dtype, mask, B, H, M, N))
     if key_lengths is not None:

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.ops import _env, _select, _verified
+from fastattn.ops import _env, _native, _select, _verified
 from fastattn.testing import lines
 from fastattn.testing.compare import Comparison, compare
 from fastattn.testing.isolation import Lost, run_isolated
@@ -40,7 +40,7 @@ from fastattn.testing.properties import (
     Results,
     deterministic_algorithms,
 )
-from fastattn.testing.spec import Index, Inputs, OpSpec, Sample, all_specs
+from fastattn.testing.spec import DRAWN, Index, Inputs, OpSpec, Sample, all_specs
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -164,7 +164,8 @@ def check_sample(
     gradients: bool = True,
 ) -> list[Row]:
     """Checks the results of one backend on one sample, then its properties until one fails. If the
-    backend refuses only the gradients, the outputs are checked without them.
+    backend refuses only the gradients, or is known to compute wrong ones, the outputs are checked
+    without them.
     """
     spec, sample = oracle.spec, oracle.sample
     if not gradients:
@@ -194,16 +195,21 @@ def check_sample(
     def crash(error: Exception, kind: str) -> Row:
         return row("all", "FAIL", message=f"{type(error).__name__}: {error}"[:500], kind=kind)
 
-    try:
-        results = run(make())
-    except NotImplementedError as refusal:
-        message = str(refusal).partition(": ")[2]
-        if not sample.gradients:
-            return [row("all", "refused", message=message)]
+    def outputs_alone(message: str) -> list[Row]:
         rows = check_sample(oracle, backend, device, torch_errors, gradients=False)
         if rows[0].status == "refused":  # the outputs are refused, too
             return rows
         return [*rows, row("gradients", "refused", message=message)]
+
+    if sample.gradients and backend in sample.wrong_gradients:
+        return outputs_alone("computes wrong gradients of such scores (docs/pages/backends.md)")
+    try:
+        results = run(make())
+    except NotImplementedError as refusal:
+        message = str(refusal).partition(": ")[2]
+        return (
+            outputs_alone(message) if sample.gradients else [row("all", "refused", message=message)]
+        )
     except Exception as error:  # reported as a row; other samples still run
         return [crash(error, "value")]
 
@@ -279,6 +285,16 @@ def add_arguments(
     parser.add_argument(
         "--quick", action="store_true", help="only the samples tagged for quick runs"
     )
+    parser.add_argument(
+        "--fuzz",
+        type=count,
+        metavar="N",
+        help="instead of the samples: N random calls of attention",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="with --fuzz: number of the first call (default: 0)"
+    )
+    parser.add_argument("--isa", help="instruction set of the CPU kernels (default: the fastest)")
     parser.add_argument(
         "--jobs",
         type=count,
@@ -398,16 +414,28 @@ class _Case:
     dtype: torch.dtype
     backends: tuple[str, ...]
     device: torch.device
+    isa: str | None = None
 
 
 def _check_case(case: _Case) -> list[Row]:
     spec = all_specs()[case.op]
-    sample = next(s for s in spec.samples if s.name == case.sample)
+    sample = spec.sample(case.sample)
+    if case.isa:
+        _native.use_cpu_isa(case.isa)
     oracle = Oracle(spec, sample, case.dtype)
     torch_errors = oracle.torch_errors()
     rows = []
     for backend in case.backends:
         rows += check_sample(oracle, backend, case.device, torch_errors)
+    if case.sample.startswith(DRAWN):
+        again = f"--fuzz 1 --seed {case.sample.removeprefix(DRAWN)}"
+        again += f" --isa {case.isa}" if case.isa else ""
+        rows = [
+            dataclasses.replace(row, message=f"{row.message} ({again}: {sample.reason})")
+            if row.status == "FAIL"
+            else row
+            for row in rows
+        ]
     return rows
 
 
@@ -463,6 +491,8 @@ def _cases(options: argparse.Namespace, device: torch.device) -> list[_Case]:
             if value not in allowed:
                 raise ValueError(f"{option} must be one of {', '.join(allowed)}, got {value!r}")
     dtypes = [_DTYPES[name] for name in options.dtype or _DTYPES]
+    if options.isa and options.isa not in (isas := _native.usable_cpu_isas()):
+        raise ValueError(f"--isa must be one of {', '.join(isas)}, got {options.isa!r}")
     cases = []
     for spec in specs.values():
         if options.op and spec.name not in options.op:
@@ -471,7 +501,11 @@ def _cases(options: argparse.Namespace, device: torch.device) -> list[_Case]:
         if not options.backend:  # leave out backends for other devices, and what is not recorded
             backends = tuple(b for b in backends if _env.refuses_device(b, device) is None)
             backends = tuple(b for b in backends if not options.record or b != "reference")
-        for sample in spec.samples:
+        samples: Iterable[Sample] = spec.samples
+        if options.fuzz:
+            numbers = range(options.seed, options.seed + options.fuzz)
+            samples = map(spec.drawn, numbers) if spec.drawn else ()
+        for sample in samples:
             if options.quick and "interpreter" not in sample.tags:
                 continue
             if options.sample and not any(part in sample.name for part in options.sample):
@@ -480,7 +514,8 @@ def _cases(options: argparse.Namespace, device: torch.device) -> list[_Case]:
                 # On a GPU, one process per backend: a backend can make the GPU unusable in it.
                 groups = [backends] if device.type == "cpu" else [(b,) for b in backends]
                 if dtype in sample.dtypes and backends:
-                    cases += [_Case(spec.name, sample.name, dtype, g, device) for g in groups]
+                    case = _Case(spec.name, sample.name, dtype, backends, device, options.isa)
+                    cases += [dataclasses.replace(case, backends=group) for group in groups]
     if device.type != "cpu":
         # In the order requested. Otherwise the backend that compiles its kernels is first: its
         # samples take longest, and short ones fill the processes that are idle at the end.
@@ -576,7 +611,7 @@ def _counts(rows: list[Row]) -> tuple[str, ...]:
 def _check_recordable(options: argparse.Namespace, device: torch.device) -> None:
     if device.type != "cuda":
         raise ValueError(f"--record must go with a cuda device, got {device}")
-    for option in ("sample", "quick"):
+    for option in ("sample", "quick", "fuzz"):
         if getattr(options, option):
             raise ValueError(f"--record must go with every sample, got --{option}")
     file = _env.record_path()

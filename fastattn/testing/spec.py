@@ -17,6 +17,7 @@ from torch import Tensor
 
 Inputs = dict[str, Any]
 Index = tuple[slice, ...]
+DRAWN = "drawn_"  # first part of the names of samples that are drawn, before their number
 HALF_AND_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
 _SPEC_MODULES = (
     "attention.spec",
@@ -34,6 +35,8 @@ class Sample:
 
     make: (generator, dtype) -> inputs on the CPU. gradients: the inputs that require one.
     tags: "interpreter": small enough for Triton's interpreter; "slow": left out of quick runs.
+    wrong_gradients: the backends whose gradients docs/pages/backends.md states to be wrong here; of
+    these only the outputs are checked.
     """
 
     name: str
@@ -42,6 +45,7 @@ class Sample:
     gradients: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...] = HALF_AND_SINGLE
     tags: frozenset[str] = frozenset()
+    wrong_gradients: frozenset[str] = frozenset()
 
     def inputs(self, device: torch.device | str, dtype: torch.dtype) -> Inputs:
         generator = torch.Generator().manual_seed(zlib.crc32(self.name.encode()))
@@ -121,6 +125,7 @@ class OpSpec:
     dictionary if nothing differs; benchmarks do not time it.
     dead: (inputs) -> for each input or output, the positions whose value (or whose output gradient)
     must not affect anything, broadcastable to it; None for an op without padding.
+    drawn: (number) -> a random sample, always the same for a number; None for an op without them.
     """
 
     name: str
@@ -137,6 +142,12 @@ class OpSpec:
     entries_in_bits: bool = True
     dead: Callable[[Inputs], dict[str, Tensor]] | None = None
     prepare: Callable[[Inputs], Inputs] = lambda inputs: inputs
+    drawn: Callable[[int], Sample] | None = None
+
+    def sample(self, name: str) -> Sample:
+        if self.drawn is not None and name.startswith(DRAWN):
+            return self.drawn(int(name.removeprefix(DRAWN)))
+        return next(s for s in self.samples if s.name == name)
 
     @property
     def backends(self) -> tuple[str, ...]:

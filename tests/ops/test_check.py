@@ -367,6 +367,36 @@ def test_forward_is_judged_where_gradients_are_refused(monkeypatch: pytest.Monke
     assert (row.result, row.status) == ("all", "refused")
 
 
+def test_outputs_are_judged_where_gradients_are_known_to_be_wrong() -> None:
+    [found] = [s for s in SPECS["attention"].samples if s.name == "plain"]
+    sample = dataclasses.replace(found, wrong_gradients=frozenset(("reference",)))
+    rows = check.check_sample(
+        check.Oracle(SPECS["attention"], sample, torch.float32), "reference", CPU
+    )
+    assert [r.result for r in rows if r.kind == "value"] == ["out", "lse", "gradients"]
+    assert rows[-1].status == "refused"
+    assert rows[-1].message.startswith("computes wrong gradients")
+
+
+def test_drawn_calls_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    """The same calls for a seed; of several kinds."""
+    options = _options("--fuzz=40", "--seed=300", "--device=cpu", "--jobs=1")
+    cases = check._cases(options, CPU)
+    assert [c.sample for c in cases] == [f"drawn_{n}" for n in range(300, 340)]
+    assert check.run(options) == 0, capsys.readouterr().out
+    reasons = [SPECS["attention"].sample(c.sample).reason for c in cases]
+    assert all(any(word in r for r in reasons) for word in ("padding1e+", "whole", "window"))
+
+
+def test_a_drawn_call_that_fails_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _break(monkeypatch, "attention_fwd", "torch", lambda args, results: results[0].mul_(2))
+    assert check.run(_options("--fuzz=3", "--seed=7", "--backend=torch", "--jobs=1")) == 1
+    shown = capsys.readouterr().out
+    assert "(--fuzz 1 --seed 7: {'B': " in shown
+
+
 def test_rows_are_written_as_they_come(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -442,6 +472,7 @@ def test_progress_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None
         ("--device=nonsense", "--device"),
         ("--jobs=-3", "--jobs"),
         ("--sample=nonsense", "at least one sample"),
+        ("--isa=nonsense", "--isa must be one of"),
     ],
 )
 def test_wrong_options_are_named(

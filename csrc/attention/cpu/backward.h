@@ -503,9 +503,11 @@ void delta(const Backward& a, Queue& queue, float* workspace) {
     const RowRanges rows(a, at.sequence, at.first, known);
     find_weights(a, at, rows, known, memory, a.m + position, a.log_sum + position);
     float* result = a.delta + position;
+    const int keys = rows.some.end - rows.some.begin;
+    const bool few = a.type != DType::kFloat32 && keys <= kFewKeys;
     if (!a.dout.data && !a.dweights) {
       memset(result, 0, sizeof(float) * rows.count);
-    } else if (a.exact_delta) {
+    } else if (a.exact_delta || few) {
       delta_from_weights(a, at, rows, memory, result);
     } else {
       delta_from_out(a, at, rows, known, result);

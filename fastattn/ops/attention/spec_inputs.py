@@ -73,10 +73,9 @@ def _mask(
         outside[..., :9] = True
         number = -float(what.removeprefix("padding"))
         bias = torch.where(outside, max(number, smallest / 2), 0.0)
-    elif what.startswith("rows"):  # a number for all keys of every third row, or of all queries
-        number = float(what.removeprefix("rows"))
-        step = 3 if "M" in letters else 1
-        bias[..., ::step, :] += max(number, smallest / 2)
+    elif what.startswith("add"):  # a number to all keys of every third row, or of all queries
+        number = max(min(float(what.removeprefix("add")), -smallest / 2), smallest / 2)
+        bias[..., :: 3 if "M" in letters else 1, :] += number
     elif what == "low":
         bias = bias - 100
     elif what == "inf":
@@ -157,16 +156,18 @@ def make_inputs(
     prepared: bool = False,
 ) -> Inputs:
     """alibi, softcap, sinks, relative: as in `make_scores`. origin: of the dropout bits. whole:
-    round q and k to whole numbers.
+    whether q and k are whole numbers, before they are multiplied by their amplitudes.
     """
     N = M if N is None else N
     K = H if K is None else K
     q = _tensor(generator, dtype, layout, B, H, M, D)
+    q = q.round() if whole else q
     q = q if amplitude == 1.0 else q * amplitude
     k = _tensor(generator, dtype, layout, B, K, N, D)
+    k = k.round() if whole else k
     k = k if key_amplitude == 1.0 else k * key_amplitude
     v = _tensor(generator, dtype, layout, B, K, N, D if E is None else E)
-    inputs: Inputs = {"q": q.round() if whole else q, "k": k.round() if whole else k, "v": v}
+    inputs: Inputs = {"q": q, "k": k, "v": v}
     if mask is not None:
         inputs["mask"] = _mask_in(mask_layout, _mask(generator, dtype, mask, B, H, M, N))
     if key_lengths is not None:

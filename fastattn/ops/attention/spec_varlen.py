@@ -4,6 +4,7 @@ Here q, k, v and the output are `[heads, tokens, dim]`, so that the slices of th
 heads; the function under test gets them transposed, as `[tokens, heads, dim]`.
 """
 
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -48,16 +49,19 @@ def make_inputs(
     relative: tuple[str, int, int] | None = None,
     dropout_p: float = 0.0,
     origin: tuple[int, ...] = (),
+    whole: bool = False,
     **options: Any,
 ) -> Inputs:
     """slack: rows after the last sequence. longer: added to the maximum lengths. alibi, softcap,
-    sinks, relative: as in `make_scores`. origin: of the dropout bits.
+    sinks, relative: as in `make_scores`. origin: of the dropout bits. whole: round to whole
+    numbers.
     """
     keys = queries if keys is None else keys
     K = H if K is None else K
 
     def data(lengths: list[int], heads: int, dim: int) -> Tensor:
         x = torch.randn(sum(lengths) + slack, heads, dim, generator=generator).to(dtype)
+        x = x.round() if whole else x
         x[sum(lengths) :] = float("nan")
         return x.transpose(0, 1)
 
@@ -128,6 +132,12 @@ SAMPLES = (
        H=4, K=2, dropout_p=0.25, causal=True, origin=(3, 8, 16, 32)),
     _s("no_sequences", "an empty batch", queries=[]),
     _s("scale_negative", "the order of scores is reversed", queries=[33, 20], scale=-0.3),
+    replace(
+        _s("exact", "scores of up to 1e9, of which some are equal", queries=[33, 1, 20],
+           keys=[140, 40, 9], D=16, H=4, K=2, whole=True, scale=2.0**25),
+        dtypes=(torch.float32, torch.bfloat16),  # gradients overflow in fp16
+        wrong_gradients=frozenset(("sm90", "triton")),
+    ),
     _s("alibi", "distances inside a sequence", "interpreter", queries=[65, 20, 0, 33], causal=True,
        alibi="H"),
     _s("alibi_cross", "slopes of each sequence, from its own diagonal", queries=[20, 70],

@@ -18,13 +18,13 @@ _ATTENTION = {sample.name: sample for sample in spec.SAMPLES}
 _AVERAGED = (
     *("plain", "gqa", "gqa_bias", "bool_mask_rows", "bias_dead_window", "one_query_everything"),
     *("few_queries_scores", "d128_mask_dropout", "all_restrictions", "all_scores", "sinks_no_keys"),
-    *("no_queries", "no_batch", "one_query", "scale_negative", "window_but_one"),
+    *("no_queries", "no_batch", "one_query", "scale_negative", "window_but_one", "exact_1e9"),
 )
 _BY_HEAD = (
     *("one_by_one", "odd_sizes", "bshd", "gqa_lengths", "bottom_right_tall", "bias", "dropout"),
     *("own_diagonals_gqa_window", "key_lengths_rows", "key_lengths_zero", "one_query_long"),
     *("few_queries_everything", "d192_e128", "e_larger", "no_keys", "no_heads", "extreme_logits"),
-    *("all_scores_own_diagonals", "s257", "columns", "shared"),
+    *("all_scores_own_diagonals", "s257", "columns", "shared", "add_1e9"),
 )
 
 

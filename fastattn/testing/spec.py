@@ -35,8 +35,8 @@ class Sample:
 
     make: (generator, dtype) -> inputs on the CPU. gradients: the inputs that require one.
     tags: "interpreter": small enough for Triton's interpreter; "slow": left out of quick runs.
-    wrong_gradients: the backends whose gradients docs/pages/backends.md states to be wrong here; of
-    these only the outputs are checked.
+    wrong_gradients, wrong_results: the backends whose gradients, or all results,
+    docs/pages/backends.md states to be wrong here; they are not checked.
     """
 
     name: str
@@ -46,6 +46,7 @@ class Sample:
     dtypes: tuple[torch.dtype, ...] = HALF_AND_SINGLE
     tags: frozenset[str] = frozenset()
     wrong_gradients: frozenset[str] = frozenset()
+    wrong_results: frozenset[str] = frozenset()
 
     def inputs(self, device: torch.device | str, dtype: torch.dtype) -> Inputs:
         generator = torch.Generator().manual_seed(zlib.crc32(self.name.encode()))

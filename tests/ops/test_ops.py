@@ -82,12 +82,13 @@ def test_reference_equals_torch(spec: OpSpec, sample: Sample) -> None:
     expected = results_of(spec, sample, inputs, form)
     actual = results_of(spec, sample, inputs, spec.function(**inputs, backend="reference"))
     near = 1e-10
-    if "lse" in actual:  # the error grows with the scores
+    if "lse" in actual:  # the error grows with the scores, and that of a gradient with its size
         finite = actual["lse"][actual["lse"].isfinite()].abs().tolist()
         near = max(near, torch.finfo(torch.float64).eps * max(finite, default=0.0))
     for name, value in actual.items():
+        largest = max([1.0, *value[value.isfinite()].abs().tolist()])
         torch.testing.assert_close(
-            value, expected[name], rtol=near, atol=near, msg=lambda m, n=name: f"{n}: {m}"
+            value, expected[name], rtol=near, atol=near * largest, msg=lambda m, n=name: f"{n}: {m}"
         )
 
 

@@ -129,7 +129,7 @@ OWN_PACKED = tuple(
 
 CASES = [
     *((SPEC, s) for s in (*SPEC.samples, *OWN) if s.name in CHOSEN or s in OWN),
-    *((PACKED, s) for s in (*PACKED.samples, *OWN_PACKED)),
+    *((PACKED, s) for s in (*PACKED.samples, *OWN_PACKED) if "sm90" not in s.wrong_results),
 ]
 
 

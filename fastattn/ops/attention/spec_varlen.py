@@ -136,7 +136,7 @@ SAMPLES = (
         _s("exact", "scores of up to 1e9, of which some are equal", queries=[33, 1, 20],
            keys=[140, 40, 9], D=16, H=4, K=2, whole=True, scale=2.0**25),
         dtypes=(torch.float32, torch.bfloat16),  # gradients overflow in fp16
-        wrong_gradients=frozenset(("sm90", "triton")),
+        wrong_results=frozenset(("sm90", "triton")),
     ),
     _s("alibi", "distances inside a sequence", "interpreter", queries=[65, 20, 0, 33], causal=True,
        alibi="H"),

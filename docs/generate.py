@@ -26,7 +26,6 @@ from mkdocs.structure.files import File, Files
 
 import fastattn
 from fastattn import cli
-from fastattn.distributed import Plan
 from fastattn.ops import _env, _select
 from fastattn.ops._select import OPS, Backend, backend_table, explaining
 from fastattn.seq2seq.plots import Curve, save_curves
@@ -35,7 +34,7 @@ matplotlib.use("svg")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the benchmarks and the examples are not installed
 
-from benchmarks import machines, report, rows, scaling, volumes  # noqa: E402
+from benchmarks import report, rows  # noqa: E402
 from examples.ablations import EXPERIMENTS  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -456,69 +455,6 @@ def ablation_checks(name: str) -> str:
     return table(["expected", "source", "found", "holds"], checks)
 
 
-def scaling_machines() -> str:
-    """The rates that times are computed from, with their origin."""
-    found = {name: machine.figures() for name, machine in machines.machines().items()}
-    body = [
-        [f"`{name}`", what, f"{figure.value:.4g}", f"**{figure.origin}**: {figure.source}"]
-        for name, figures in found.items()
-        for what, figure in figures.items()
-    ]
-    return table(["machine", "figure", "value", "origin"], body)
-
-
-def scaling_example(name: str) -> str:
-    """The fastest layout for each number of devices, as recorded."""
-    step = scaling.EXAMPLES[name]
-    body = []
-    for row in json.loads((RESULTS / "scaling.json").read_text())[name]["fastest"]:
-        mesh, parts = row["mesh"], row["parts_ms"]
-        exposed = sum(parts[group] for group in ("tensor", "context", "shards")) / row["ms"]
-        sizes = " × ".join(str(mesh[dimension]) for dimension in ("data", "context", "tensor"))
-        values = [f"{row['ms']:.1f}", f"{exposed:.0%}", f"{row['memory_gb']:.1f}"]
-        body.append([str(row["ranks"]), row["plan"], sizes, str(row["accumulate"]), *values])
-    head = ["devices", "fastest plan", "data × context × tensor", "batches", "ms", "exposed", "GB"]
-    batch = f"{step.batch} pairs of {step.source} and {step.target} tokens"
-    millions = scaling.parameters(step) / 1e6
-    return f"{millions:,.0f} million parameters, {batch}, {step.dtype}.\n\n" + table(head, body)
-
-
-def scaling_volumes() -> str:
-    """What each rank of 8 sends in a step of the smallest example."""
-    step = scaling.EXAMPLES["translator"]
-    body = []
-    for name, layout in {
-        "data=8": volumes.Layout(data=8),
-        "tensor=8": volumes.Layout(tensor=8),
-        "tensor=8, sequence=False": volumes.Layout(tensor=8, plan=Plan(sequence=False)),
-        "data=4, tensor=2": volumes.Layout(data=4, tensor=2),
-        "context=8": volumes.Layout(context=8),
-        "context=8, all_to_all": volumes.Layout(context=8, plan=Plan(context="all_to_all")),
-    }.items():
-        sent = volumes.sent(step, layout)
-        groups = (volumes.SHARDS, volumes.TENSOR, volumes.CONTEXT)
-        megabytes = [sum(x for (g, _), x in sent.items() if g == group) / 1e6 for group in groups]
-        memory = volumes.memory(step, layout).total / 1e9
-        body.append([f"`{name}`", *(f"{x:,.0f}" for x in megabytes), f"{memory:.1f}"])
-    return table(["mesh and plan", "FSDP, MB", "tensor, MB", "context, MB", "memory, GB"], body)
-
-
-def scaling_thresholds() -> str:
-    """Tokens from which transfers are hidden: see the page."""
-    found = {name: scaling.hidden_from(machine) for name, machine in machines.machines().items()}
-    body = [[f"`{name}`", *(f"{x:,.0f}" for x in row.values())] for name, row in found.items()]
-    return table(["machine", *next(iter(found.values()))], body)
-
-
-def scaling_checks() -> str:
-    body = [
-        [f"`{c.workload}`", f"{1e3 * c.measured:.1f}", f"{1e3 * c.computed:.1f}",
-         f"{c.computed / c.measured:.2f}"]
-        for c in scaling.checks()
-    ]  # fmt: skip
-    return table(["training step", "measured, ms", "computed, ms", "ratio"], body)
-
-
 def command_line() -> str:
     """Each command with its options, from the parsers."""
     (commands,) = (
@@ -569,11 +505,6 @@ TEXTS: dict[str, Callable[[], str]] = {
     "generation_results": generation_results,
     "hopper_attention": hopper_attention,
     "hopper_rest": hopper_rest,
-    "scaling_machines": scaling_machines,
-    "scaling_volumes": scaling_volumes,
-    "scaling_thresholds": scaling_thresholds,
-    "scaling_checks": scaling_checks,
-    **{f"scaling_{name}": lambda name=name: scaling_example(name) for name in scaling.EXAMPLES},  # type: ignore[misc]
     "cli": command_line,
     "exit_codes": exit_codes,
     "version": lambda: fastattn.__version__,

@@ -188,11 +188,10 @@ def test_committed_rows_are_complete_and_in_the_readme() -> None:
         assert report.updated(readme, results, Path("benchmarks/results")) == readme
         shown = re.findall(r"!\[.*?\]\((benchmarks/results/.*?)\)", readme)
         pictures = {path.name for path in (ROOT / "benchmarks").rglob("*.svg")}
-        for prefix, page in (("demo-", "translation"), ("scaling-", "scaling")):
-            text = (ROOT / "docs" / "pages" / f"{page}.md").read_text()
-            elsewhere = {name for name in pictures if name.startswith(prefix)}
-            assert elsewhere <= set(re.findall(r"\(images/(.*?)\)", text))
-            pictures -= elsewhere
+        text = (ROOT / "docs" / "pages" / "translation.md").read_text()
+        elsewhere = {name for name in pictures if name.startswith("demo-")}
+        assert elsewhere <= set(re.findall(r"\(images/(.*?)\)", text))
+        pictures -= elsewhere
         assert {Path(picture).name for picture in shown} == pictures
         for picture, group in zip(shown, grids.by_machine(results).values(), strict=True):
             means = re.findall(r">(\d+\.\d\d)</text>", (ROOT / picture).read_text())

@@ -71,7 +71,9 @@ msgstr "Ajouter"
 @pytest.mark.parametrize("separator", ["\r", "\f", "\x1c", "\x85", "\u2028"], ids=ascii)
 def test_other_separators_than_line_feeds_are_in_a_message(separator):
     text = f'#. Default: "A{separator}wording"\nmsgid "label{separator}"\nmsgstr ""\n'
-    assert catalogues.read_po_defaults(text.encode()) == {f"label{separator}": f"A{separator}wording"}
+    assert catalogues.read_po_defaults(text.encode()) == {
+        f"label{separator}": f"A{separator}wording"
+    }
 
 
 @pytest.mark.parametrize(

@@ -394,6 +394,8 @@ class Gradients {
 // From this |lse * log2(e)| on, a row's scores are summed once more, because the rounding error of
 // lse is a factor of all its weights: 2^-12 here, any number where a mask adds -1e9 to all scores.
 constexpr float kLargeLse = 4096.0f;
+// A bound of the relative rounding errors of lse * log2(e).
+constexpr float kLseRounding = 0x1p-21f;
 
 inline void find_weights(const Backward& a, const QueryTile& at, const RowRanges& rows,
                          const LseRows& known, const BackwardWorkspace& memory, float* m,
@@ -418,10 +420,16 @@ inline void find_weights(const Backward& a, const QueryTile& at, const RowRanges
       tiles.add_scores(rows, state);
     }
     for (int i = 0; i < rows.count; ++i) {
-      if (is_large(i)) {
-        const SoftmaxState::Total total = state.total(i, a.sink(at.h));
+      if (!is_large(i)) {
+        continue;
+      }
+      const SoftmaxState::Total total = state.total(i, a.sink(at.h));
+      const float sum = std::log2(total.l);
+      // If lse is that of more keys, as where processes share them, m and log_sum are not the
+      // row's.
+      if (std::abs(total.m + sum - m[i]) <= kLseRounding * std::abs(m[i])) {
         m[i] = total.m;
-        log_sum[i] = std::log2(total.l);
+        log_sum[i] = sum;
       }
     }
   });
@@ -503,11 +511,9 @@ void delta(const Backward& a, Queue& queue, float* workspace) {
     const RowRanges rows(a, at.sequence, at.first, known);
     find_weights(a, at, rows, known, memory, a.m + position, a.log_sum + position);
     float* result = a.delta + position;
-    const int keys = rows.some.end - rows.some.begin;
-    const bool few = a.type != DType::kFloat32 && keys <= kFewKeys;
     if (!a.dout.data && !a.dweights) {
       memset(result, 0, sizeof(float) * rows.count);
-    } else if (a.exact_delta || few) {
+    } else if (a.exact_delta) {
       delta_from_weights(a, at, rows, memory, result);
     } else {
       delta_from_out(a, at, rows, known, result);

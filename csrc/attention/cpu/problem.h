@@ -41,9 +41,6 @@ constexpr int kTileSums = kMostLanes * (kTileDistances + kMostLanes) + kMostLane
 // Up to so many queries of the heads that share keys are computed without packing keys, as is one
 // query of any number of heads (decode.h; with AVX-512 not measured).
 constexpr int kFewRows = 8;
-// Largest number of keys of a tile of queries for which the backward in half precision computes
-// delta from the weights: the rounding error of out would show in ds that almost vanish.
-constexpr int kFewKeys = 16;
 // Keys of a split for few queries. Where one worker computes all splits, it combines them in the
 // same way, so that the bits are the same.
 constexpr int kSplitKeys = 1024;

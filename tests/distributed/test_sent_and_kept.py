@@ -107,7 +107,7 @@ def refuses_what_it_does_not_know() -> None:
 
 # -- one attention ---------------------------------------------------------------------------------
 def sharded_attention_sends_the_formula() -> None:
-    """Of the keys of a causal ring, ranks send different amounts: their mean is compared."""
+    """The mean over ranks, which send different amounts of the keys of a causal ring."""
     from fastattn.distributed import context_parallel_attention
 
     B, H, M, N, D = 2, 4, 32, 48, 8
@@ -165,7 +165,7 @@ def _fsdp(ends: int, layers: int) -> float:
 
 
 def _tensor(sequence: bool) -> float:
-    """Of two sublayers of the encoder and three of the decoder, all in fp32."""
+    """Bytes of two sublayers of the encoder and three of the decoder, all in fp32."""
     source, target = B * S, B * T
     rows = 2 * source + 3 * target
     if sequence:

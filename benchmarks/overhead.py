@@ -129,19 +129,32 @@ def measure(device: torch.device) -> list[Row]:
     for shape in WITH_WEIGHTS:
         for mask in MASKS:
             rows += _rows_with_weights(shape, mask, device, dtype)
-    return rows
+    # As speech models call it: sequence first, with a key and a value of their own.
+    return rows + _rows_with_weights(WITH_WEIGHTS[0], "padding", device, dtype, separate=True)
 
 
 def _rows_with_weights(
-    shape: tuple[int, ...], mask: str, device: torch.device, dtype: torch.dtype
+    shape: tuple[int, ...],
+    mask: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    separate: bool = False,
 ) -> list[Row]:
-    """`MultiheadAttention` with need_weights=True; the loss reads the context."""
+    """`MultiheadAttention` with need_weights=True; the loss reads the context. separate: whether
+    query, key and value are three tensors, sequence first.
+    """
     B, M, N, E, H = shape
-    pytorch = nn.MultiheadAttention(E, H, batch_first=True, device=device, dtype=dtype)
-    converted = fastattn.nn.MultiheadAttention(E, H, batch_first=True, device=device, dtype=dtype)
+    options: dict[str, Any] = {"batch_first": not separate, "device": device, "dtype": dtype}
+    pytorch = nn.MultiheadAttention(E, H, **options)
+    converted = fastattn.nn.MultiheadAttention(E, H, **options)
     converted.load_state_dict(pytorch.state_dict())
-    query = torch.randn(B, M, E, device=device, dtype=dtype)
-    memory = query if M == N else torch.randn(B, N, E, device=device, dtype=dtype)
+    query, key, value = (
+        torch.randn((n, B, E) if separate else (B, n, E), device=device, dtype=dtype)
+        for n in (M, N, N)
+    )
+    if not separate:
+        key = value = query if M == N else key
+    inputs = [query, key, value] if separate else [query, key]
     gradient = torch.randn_like(query)
     masks: dict[str, Tensor] = {}
     if mask:
@@ -153,16 +166,17 @@ def _rows_with_weights(
         masks["attn_mask"] = query.new_full((M, N), -torch.inf).triu(1 + N - M)
 
     def forward(module: Callable[..., Any]) -> Tensor:
-        context: Tensor = module(query, memory, memory, **masks)[0]
+        context: Tensor = module(query, key, value, **masks)[0]
         return context
 
     def both(module: nn.Module) -> None:
-        torch.autograd.grad(forward(module), [query, memory, *module.parameters()], gradient)
+        torch.autograd.grad(forward(module), [*inputs, *module.parameters()], gradient)
 
-    name = f"weights {B}x{M}x{E}" + (f" over {N}" if M != N else "") + (mask and f", {mask}")
+    name = f"weights {B}x{M}x{E}" + (f" over {N}" if M != N else "")
+    name += ", separate, sequence first" * separate + (mask and f", {mask}")
     rows = []
     for direction, run in (("forward", forward), ("forward + backward", both)):
-        for x in (query, memory, *pytorch.parameters(), *converted.parameters()):
+        for x in (*inputs, *pytorch.parameters(), *converted.parameters()):
             x.requires_grad_(run is both)
         rows.append(_row(f"{name}, {direction}", device, run, converted, pytorch))
     return rows

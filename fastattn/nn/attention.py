@@ -351,17 +351,22 @@ def project(
 
     checked: as in `fusion.linear`.
     """
+    weights: tuple[Tensor, ...] = ()
     # The flag is set with one packed weight alone.
     if not module._qkv_same_embed_dim and attribute(module, "q_proj_weight") is not None:
-        biases = (None,) * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
-        weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
-        return tuple(
-            _heads(
-                module,
-                linear(x, weight, bias, checked=checked).unflatten(-1, (module.num_heads, -1)),
-            )  # type: ignore[arg-type]
+        weights = module.q_proj_weight, module.k_proj_weight, module.v_proj_weight  # type: ignore[assignment]
+    elif query is not key and key is not value and sharding_of(module) is SINGLE:
+        # One autograd node for the three gradients, where slices would add three padded ones.
+        weights = attribute(module, "in_proj_weight").chunk(3)
+    if weights:
+        bias: Tensor | None = attribute(module, "in_proj_bias")
+        biases = (None,) * 3 if bias is None else bias.chunk(3)
+        products = (
+            linear(x, weight, bias, checked=checked)
             for x, weight, bias in zip((query, key, value), weights, biases, strict=True)
         )
+        heads = module.num_heads, module.head_dim
+        return tuple(_heads(module, y.view(*y.shape[:-1], *heads)) for y in products)
     if query is key and key is value:
         parts = [(query, 0, 3)]
     elif key is value:
@@ -370,10 +375,10 @@ def project(
         parts = [(query, 0, 2), (value, 2, 1)]
     else:
         parts = [(query, 0, 1), (key, 1, 1), (value, 2, 1)]
-    heads: tuple[Tensor, ...] = ()
+    found: tuple[Tensor, ...] = ()
     for part in parts:
-        heads += project_heads(module, *part, checked)
-    return heads
+        found += project_heads(module, *part, checked)
+    return found
 
 
 def project_heads(

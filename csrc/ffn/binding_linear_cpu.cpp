@@ -37,10 +37,6 @@ bool be_batch_invariant(bool on) {
   return before;
 }
 
-bool is_batch_invariant() {
-  return batch_invariant;
-}
-
 struct LinearShape {
   DType type;
   int64_t rows, D, out;
@@ -162,13 +158,11 @@ ThreeTensors linear_bwd(Tensor dy, std::optional<Tensor> x, std::optional<Tensor
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fastattn_cpu, m) {
   m.def("batch_invariant(bool on) -> bool");
-  m.def("is_batch_invariant() -> bool");
   m.def("set_product_limits(int[] by_dtype) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CompositeExplicitAutograd, m) {
   m.impl("batch_invariant", TORCH_BOX(&fastattn::ffn::be_batch_invariant));
-  m.impl("is_batch_invariant", TORCH_BOX(&fastattn::ffn::is_batch_invariant));
   m.impl("set_product_limits", TORCH_BOX(&fastattn::ffn::set_product_limits));
 }
 

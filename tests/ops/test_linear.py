@@ -262,13 +262,18 @@ def test_products_are_slower_without_the_processors_matrix_instructions(
     assert all(_env.product_limit.__wrapped__(d)[0] == 0 for d in DTYPES)
 
 
-def test_mkl_multiplies_many_rows_faster_on_intels_processors(
+def test_mkl_multiplies_many_rows_faster_but_with_avx512_of_another_vendor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(_env.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
-    for vendor, rows in (("GenuineIntel", 32), ("AuthenticAMD", 2**62), ("", 32)):
-        cpuinfo = {"vendor_id": vendor}
+    for vendor, flags, rows in (
+        ("GenuineIntel", "avx2 avx512f", 32),
+        ("AuthenticAMD", "avx2 avx512f", 2**62),
+        ("AuthenticAMD", "avx2", 32),
+        ("", "", 32),
+    ):
+        cpuinfo = {"vendor_id": vendor, "flags": flags}
         monkeypatch.setattr(_env, "_cpuinfo", lambda name, found=cpuinfo: found.get(name, ""))
         assert _env.product_limit.__wrapped__(torch.float32)[0] == rows
         assert _env.product_limit.__wrapped__(torch.bfloat16)[0] == 2**62

@@ -1,12 +1,14 @@
 """The linear layer on the CPU in C++, by the products of the feed-forward network (csrc/ffn).
 
 The kernels are registered under the dispatcher's CPU key. PyTorch's products are faster in half
-precision on processors with matrix instructions, in fp32 for many rows on Intel's processors, and
-on processors that are not x86: `_env.product_limit`, which is set in the library when it is loaded.
+precision on processors with matrix instructions, in fp32 for many rows except where fastattn uses
+AVX-512 and Intel's MKL does not, and on processors that are not x86: `_env.product_limit`, which is
+set in the library when it is loaded.
 """
 
 import contextlib
 import math
+import threading
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -15,6 +17,8 @@ from torch import Tensor
 from fastattn.ops import _env, _native
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# `on`: the library's own switch in this thread, which takes 5 us to ask for.
+_batch_invariance = threading.local()
 
 
 def unavailable() -> str | None:
@@ -32,7 +36,7 @@ def slower(x: Tensor) -> str | None:
     most, why = _env.product_limit(x.dtype)
     if 0 < x.numel() <= most or math.prod(x.shape[:-1]) <= most:  # the first is faster
         return None
-    if most > 0 and _native.call_unobserved(torch.ops.fastattn_cpu.is_batch_invariant):
+    if most > 0 and getattr(_batch_invariance, "on", False):
         return None
     return why
 
@@ -65,7 +69,9 @@ def batch_invariant() -> Iterator[None]:
         return
     switch = torch.ops.fastattn_cpu.batch_invariant
     before = _native.call_unobserved(switch, True)
+    _batch_invariance.on = True
     try:
         yield
     finally:
+        _batch_invariance.on = before
         _native.call_unobserved(switch, before)

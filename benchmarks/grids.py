@@ -99,11 +99,20 @@ def grids(results: Iterable[Row]) -> list[Grid]:
 
 @dataclass(frozen=True)
 class PeerRatios:
-    """Time of the fastest peer / time of the fastest fastattn backend, per workload of one grid."""
+    """Of each workload of a grid that has a peer the row of the fastest fastattn backend, whose
+    ratio is the time of the fastest peer / its own.
+    """
 
     grid: Grid
-    ratios: tuple[float, ...]
-    peers: tuple[str, ...]
+    rows: tuple[Row, ...]
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        return tuple(r["ratio_best"] for r in self.rows)
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(r["best_peer"] for r in self.rows))
 
     @property
     def mean(self) -> float:
@@ -121,9 +130,7 @@ def peer_ratios(group: Iterable[Grid]) -> list[PeerRatios]:
                 if other is None or r["ratio_best"] > other["ratio_best"]:
                     best[r["workload"]] = r
         if best:
-            ratios = tuple(r["ratio_best"] for r in best.values())
-            peers = tuple(dict.fromkeys(r["best_peer"] for r in best.values()))
-            found.append(PeerRatios(grid, ratios, peers))
+            found.append(PeerRatios(grid, tuple(best.values())))
     return sorted(found, key=lambda s: (s.grid.op, s.grid.direction, s.grid.dtype))
 
 

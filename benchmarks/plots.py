@@ -268,35 +268,39 @@ _DTYPE_COLOURS = {"fp32": "#3b6fb6", "bf16": "#c8322b", "fp16": "#e8833a"}
 
 
 def plot_peer_ratios(group: Sequence[Grid], folder: Path, name: str) -> list[Path]:
-    """Every op and direction of a machine: the mean ratio to the best peer, and its range over
-    workloads.
+    """Every op and direction of a machine: the ratio to the best peer of each workload, hollow if
+    it was measured on other sources; on the right their mean and these peers.
     """
     found = peer_ratios(group)
     if not found:
         return []
     labels = list(dict.fromkeys(f"{s.grid.op}, {DIRECTIONS[s.grid.direction]}" for s in found))
     dtypes = list(dict.fromkeys(s.grid.dtype for s in found))
-    figure, axes = make_figure(1, 1, width=8.5, height=1.3 + 0.33 * len(labels))
+    figure, axes = make_figure(1, 1, width=10.5, height=1.5 + 0.38 * len(labels))
     axis = axes[0][0]
     spare: dict[str, str] = {}
     for i, dtype in enumerate(dtypes):
-        of_dtype = [s for s in found if s.grid.dtype == dtype]
         ink = _DTYPE_COLOURS.get(dtype) or colour(dtype, spare)
-        offset = 0.26 * (i - (len(dtypes) - 1) / 2)
-        heights = [
-            labels.index(f"{s.grid.op}, {DIRECTIONS[s.grid.direction]}") + offset for s in of_dtype
-        ]
-        means = [s.mean for s in of_dtype]
-        axis.hlines(
-            heights, [min(s.ratios) for s in of_dtype], [max(s.ratios) for s in of_dtype],
-            color=ink, linewidth=2.2, alpha=0.35, zorder=2,
-        )  # fmt: skip
-        axis.scatter(means, heights, s=26, color=ink, label=dtype, zorder=3)
-        for mean, height in zip(means, heights, strict=True):
+        axis.scatter([], [], s=14, color=ink, label=dtype)
+        offset = 0.28 * (i - (len(dtypes) - 1) / 2)
+        for s in (s for s in found if s.grid.dtype == dtype):
+            height = labels.index(f"{s.grid.op}, {DIRECTIONS[s.grid.direction]}") + offset
+            fill = ["none" if is_stale(r) else ink for r in s.rows]
+            axis.scatter(
+                s.ratios, [height] * len(s.ratios), s=14, facecolors=fill, edgecolors=ink,
+                linewidths=0.9, zorder=3,
+            )  # fmt: skip
             beside = axis.get_yaxis_transform()
-            axis.text(
-                1.01, height, f"{mean:.2f}", transform=beside, va="center", fontsize=7, color=ink
-            )
+            text = f"{s.mean:.2f}  {', '.join(s.peers)}"
+            axis.text(1.01, height, text, transform=beside, va="center", fontsize=6, color=ink)
+    axis.scatter(
+        [],
+        [],
+        s=14,
+        facecolors="none",
+        edgecolors="#444444",
+        label="measured on other sources than the current ones",
+    )
     axis.axvline(1.0, color="#444444", linewidth=1.0, linestyle="--", zorder=1)
     axis.set_xscale("log", base=2)
     ticks = [
@@ -305,12 +309,14 @@ def plot_peer_ratios(group: Sequence[Grid], folder: Path, name: str) -> list[Pat
     axis.set_xticks(ticks, [f"{t:g}×" for t in ticks], fontsize=8)
     axis.set_yticks(range(len(labels)), labels, fontsize=8)
     axis.set_ylim(len(labels) - 0.4, -0.6)
-    axis.set_xlabel(
-        "time of the best peer / time of fastattn: mean and range of the workloads", fontsize=8
-    )
+    axis.set_xlabel("time of the best peer / time of fastattn, every workload", fontsize=8)
     axis.grid(axis="x", color="#dddddd", zorder=0)
     axis.spines[["top", "right"]].set_visible(False)
-    return save(figure, axes, found[0].grid.machine, folder / name)
+    shown = [r for s in found for r in s.rows]
+    when = ", ".join(sorted({r["date"] for r in shown}))
+    commits = ", ".join(dict.fromkeys(str(r["commit"]) for r in shown))
+    title = f"{found[0].grid.machine}\n{when}, commit {commits}"
+    return save(figure, axes, title, folder / name)
 
 
 # -- roofline --------------------------------------------------------------------------------------

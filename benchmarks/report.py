@@ -6,11 +6,12 @@ of the ratios to the best peers, op by op. Attention gets throughput and memory 
 length per head dim and a heat map of ratios to the best peer; other ops get bars and a heat map;
 models get their memory; each dtype a roofline.
 Plots need matplotlib; tables need nothing. `--stale` only lists figures measured on other sources,
-`--update` only writes the summary between two markers of a document, with a plot per machine.
+`--update` only writes the headlines between two markers of a document, and a plot per machine.
 """
 
 import argparse
 import html
+import json
 import os
 import re
 import sys
@@ -22,6 +23,7 @@ from urllib.parse import quote
 
 from benchmarks import rows
 from benchmarks.grids import (
+    DIRECTIONS,
     UNITS,
     Grid,
     PeerRatios,
@@ -285,16 +287,108 @@ def draw_summary(results: Sequence[Row], folder: Path) -> None:
                     path.replace(folder / path.name)
 
 
+# -- a document's figures --------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Headline:
+    """A figure of the README: fastattn beside named peers. The newest row on a GPU, or on a CPU,
+    is shown; a peer that was not timed in the same run is "not measured".
+    """
+
+    what: str
+    on_gpu: bool
+    op: str
+    direction: str
+    workload: str
+    dtype: str
+    peers: tuple[tuple[str, str], ...]  # (name, implementation)
+
+
+_EAGER, _COMPILED = "eager PyTorch", "compiled PyTorch"
+_FLASH = (("cuDNN", rows.CUDNN), ("FlashAttention-3", "fa3"))
+_ATTENTION, _STEP = "b8_h16_s2048_d128", "d512_h8_b64_s512"
+HEADLINES = (
+    Headline("attention", True, "attention", "fwd", _ATTENTION, "bf16", _FLASH),
+    Headline("attention", True, "attention", "bwd", _ATTENTION, "bf16", _FLASH),
+    Headline("layer norm", True, "layer_norm", "fwd", "32768x2048", "bf16",
+             ((_EAGER, "eager"), ("quack", "quack"))),
+    Headline("feed-forward network", True, "ffn", "fwd", "16384x1024_gelu", "bf16",
+             ((_EAGER, "eager"), (_COMPILED, "compile"))),
+    Headline("`Transformer`", True, "transformer", "step", _STEP, "bf16",
+             ((_EAGER, "torch-eager"), (_COMPILED, "torch-compile"))),
+    Headline("attention, causal", False, "attention", "fwd", "b2_h8_s1024_d64_causal", "fp32",
+             (("PyTorch", "sdpa"),)),
+    Headline("`Transformer`", False, "transformer", "step", "d512_h8_b4_s128_padded", "fp32",
+             ((_EAGER, "torch-eager"), (_COMPILED, "torch-compile"))),
+    Headline("generation", False, "generation", "decode", "d512_h8_b8_s32_new32", "fp32",
+             (("CTranslate2", "ctranslate2"), ("onnxruntime", "onnxruntime"))),
+)  # fmt: skip
+
+
+def headline_table(paths: Sequence[Path], seen: Path) -> Table:
+    """A line per headline with a link to fastattn's row. seen: the folder of the first path
+    relative to the document.
+    """
+    places = {}
+    for path in paths:
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            place = Path(os.path.relpath(path, paths[0].parent))
+            places.setdefault(line, f"{(seen / place).as_posix()}#L{number}")
+    found = [{**json.loads(line), "place": place} for line, place in places.items()]
+    header = ("", "workload", "fastattn", "time of the peer / time of fastattn", "measured")
+    return Table(header, tuple(_headline(headline, found) for headline in HEADLINES))
+
+
+def _headline(headline: Headline, found: Sequence[Row]) -> tuple[str, ...]:
+    keys = ("op", "direction", "workload", "dtype")
+    wanted = tuple(getattr(headline, key) for key in keys)
+    same = [r for r in found if tuple(r[key] for key in keys) == wanted and r["status"] == "ok"]
+    same = [r for r in same if bool(r["gpu"]) == headline.on_gpu]
+    of_fastattn = [r for r in same if is_fastattn(r) and r["impl"] != "fastattn-reference"]
+    what, case = f"{headline.what}, {DIRECTIONS[headline.direction]}", f"`{headline.workload}`"
+    if not of_fastattn:
+        return what, f"{case}, {headline.dtype}", "not measured", "", ""
+    run = ("date", "commit", "gpu", "cpu", "threads")
+
+    def peers_of(row: Row) -> dict[str, Row]:
+        together = [r for r in same if all(r[key] == row[key] for key in run)]
+        return {r["impl"]: r for r in together if r["impl"] in dict(headline.peers).values()}
+
+    newest = max(r["date"] for r in of_fastattn)
+    best = min(
+        (r for r in of_fastattn if r["date"] == newest),
+        key=lambda r: (-len(peers_of(r)), r["ms_median"]),
+    )
+    ratios, peers = [], peers_of(best)
+    for name, implementation in headline.peers:
+        peer = peers.get(implementation)
+        ratio = f"{peer['ms_median'] / best['ms_median']:.2f}" if peer else "not measured"
+        ratios.append(f"{name} {ratio}")
+    backend = best["impl"].removeprefix("fastattn").removeprefix("-")
+    time = f"{best['ms_median']:.3g} ms" + (f" (`{backend}`)" if backend else "")
+    about = f"[{machine_of(best)}, {best['date']}, {best['commit']}]({best['place']})"
+    return what, f"{case}, {headline.dtype}", time, ", ".join(ratios), about
+
+
 _BEGIN, _END = "<!-- figures: begin -->\n", "<!-- figures: end -->\n"
 
 
-def updated(document: str, results: Sequence[Row], pictures: Path) -> str:
-    """The document with the summary between its markers; pictures: their folder relative to it."""
+def updated(document: str, paths: Sequence[Path], pictures: Path) -> str:
+    """The document with its headlines between the markers, and the pictures of the newest GPU and
+    CPU of all rows. pictures: the folder of the first path relative to the document.
+    """
     before, begin, rest = document.partition(_BEGIN)
     _, end, after = rest.partition(_END)
     if not begin or not end:
         raise ValueError(f"a document to update must hold {_BEGIN.strip()} and {_END.strip()}")
-    return before + begin + to_markdown(summary(results, pictures), Path()) + end + after
+    blocks: list[Block] = [headline_table(paths, pictures)]
+    beside = [path for path in paths if path.parent == paths[0].parent]
+    results = [r for r in rows.read(beside) if r["status"] == "ok"]
+    for of_kind in ([r for r in results if r["gpu"]], [r for r in results if not r["gpu"]]):
+        newest = max((r["date"] for r in of_kind), default=None)
+        of_machine = {machine_of(r) for r in of_kind if r["date"] == newest}
+        chosen = [r for r in of_kind if machine_of(r) == min(of_machine)]
+        blocks += [block for block in summary(chosen, pictures) if isinstance(block, Image)]
+    return before + begin + to_markdown(blocks, Path()) + end + after
 
 
 # -- the report ------------------------------------------------------------------------------------
@@ -412,7 +506,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--update",
         type=Path,
         metavar="DOCUMENT",
-        help="write the summary between its markers, its plots next to the first file",
+        help="write its figures between its markers, and a plot of each machine next to the first "
+        "file; files of other folders are read for the figures alone",
     )
     options = parser.parse_args(arguments)
     missing = [str(path) for path in options.results if not path.is_file()]
@@ -429,9 +524,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not _can_draw():
             parser.error("--update draws pictures, which needs matplotlib")
         pictures, document = options.results[0].parent, options.update
+        beside = [path for path in options.results if path.parent == pictures]
         seen = Path(os.path.relpath(pictures, document.parent))
-        text = updated(document.read_text(), results, seen)
-        draw_summary(results, pictures)
+        text = updated(document.read_text(), options.results, seen)
+        draw_summary(list(rows.read(beside)), pictures)
         document.write_text(text)
         print(options.update)
     elif options.html:

@@ -20,7 +20,8 @@ FIELDS = (
     # what
     "op", "direction", "workload", "shape", "dtype", "features", "impl", "impl_version",
     "backend_used",
-    # how: cache "cold" or "warm", clock "graph", "stream", "wall" or "cpu" (one thread)
+    # how: cache "cold" or "warm", clock "graph", "stream", "wall", "cpu" (one thread) or
+    # "profiler"; how rows were measured that this suite did not write is in their message
     "cache", "copies", "clock", "launches", "ms_median", "ms_p10", "ms_p90", "ms_rounds",
     # rates; roof is the share of the ceilings below, in flops or bytes, whichever limits
     "flops", "bytes", "tflops", "gbps", "roof", "ceiling_tflops", "ceiling_gbps",
@@ -208,7 +209,8 @@ def read(paths: Iterable[Path]) -> Iterator[Row]:
     measured: dict[tuple[Any, ...], list[dict[str, Row]]] = {}
     for path in paths:
         for row in read_all(path):
-            keys = ("gpu", "cpu", "threads", "op", "direction", "workload", "dtype")
+            machine = ("gpu",) if row["gpu"] else ("cpu", "threads")
+            keys = (*machine, "op", "direction", "workload", "dtype")
             runs = measured.setdefault(tuple(row.get(k) for k in keys), [{}])
             if row["impl"] in runs[-1]:
                 runs.append({})

@@ -413,37 +413,37 @@ def generation_results() -> str:
     return "\n\n".join(parts)
 
 
+def _gpu_rows() -> list[rows.Row]:
+    paths = sorted(RESULTS.glob("gpu-*.jsonl"))
+    return [row for row in rows.read(paths) if row["status"] == "ok"]
+
+
 def hopper_attention() -> str:
     """Attention beside cuDNN on Hopper by sequence length, as recorded."""
-    record = json.loads((RESULTS / "attention-hopper.json").read_text())
     cells: dict[tuple[str, int, bool, str], dict[int, str]] = {}
-    for row in record["rows"]:
-        key = (row["gpu"], row["head_dim"], row["causal"], row["direction"])
-        ratio = row["fastattn"] / row["cudnn"]
-        cells.setdefault(key, {})[row["keys"]] = f"{row['fastattn']:.0f}, {ratio:.2f}"
-    lengths = sorted({row["keys"] for row in record["rows"]})
+    for row in _gpu_rows():
+        if row["impl"] != "fastattn-sm90" or row["op"] != "attention" or not row["ratio_cudnn"]:
+            continue
+        *_, keys, dim = row["shape"]["k"]
+        key = (row["gpu"], dim, "causal" in row["features"], row["direction"])
+        cells.setdefault(key, {})[keys] = f"{row['tflops']:.0f}, {row['ratio_cudnn']:.2f}"
+    lengths = sorted({keys for found in cells.values() for keys in found})
     body = [
         [gpu, {"fwd": "forward", "bwd": "backward"}[direction], str(dim), "yes" if causal else "no",
          *[found.get(length, "") for length in lengths]]
-        for (gpu, dim, causal, direction), found in cells.items()
+        for (gpu, dim, causal, direction), found in sorted(cells.items())
     ]  # fmt: skip
-    head = ["GPU", "direction", "head dim", "causal", *map(str, lengths)]
-    about = f"{record['date']}, torch {record['torch']}, {record['dtype']}. {record['method']}. "
-    return f"{about}{record['note']}\n\n{table(head, body)}"
+    return table(["GPU", "direction", "head dim", "causal", *map(str, lengths)], body)
 
 
 def hopper_rest() -> str:
-    """Norms, ffn and training steps beside their peers on Hopper, as recorded."""
-    record = json.loads((RESULTS / "norms-ffn-hopper.json").read_text())
-    body = [
-        [row["op"], row["shape"], row["direction"], row["unit"], f"{row['fastattn']:g}",
-         f"{row['peer_value']:g} ({row['peer']})" if "peer" in row else "",
-         f"{row['triton']:g}" if "triton" in row else ""]
-        for row in record["rows"]
-    ]  # fmt: skip
-    head = ["op", "shape", "direction", "unit", "fastattn", "peer", "backend triton"]
-    about = f"{record['gpu']}, {record['date']}, torch {record['torch']}. {record['method']}. "
-    return f"{about}{record['note']}\n\n{table(head, body)}"
+    """What was measured on GPUs but attention, as recorded."""
+    blocks = []
+    for machine, grids in report.by_machine(_gpu_rows()).items():
+        tables = [report.table(grid) for grid in grids if grid.op != "attention"]
+        blocks += [report.Heading(3, machine)] if tables else []
+        blocks += [block for found in tables for block in found]
+    return report.to_markdown(blocks, Path())
 
 
 def ablation_checks(name: str) -> str:

@@ -65,13 +65,15 @@ def _synthetic(
 
 
 def test_runs_of_one_workload(tmp_path: Path) -> None:
-    """The median of those on the same sources; implementations of earlier runs are kept."""
+    """The median of those on the same sources; implementations of earlier runs are kept. The
+    machine of a GPU's rows is the GPU.
+    """
     path = tmp_path / "results.jsonl"
 
-    def run(commit: str, ms: float, **peers: float) -> None:
+    def run(commit: str, ms: float, where: Any = {}, **peers: float) -> None:  # noqa: B006
         names = {"fastattn-cpu": ms, "fastattn-reference": 3.0, **peers}
         batch = [_synthetic("ffn", "fwd", "x", name, ms, {}, []) for name, ms in names.items()]
-        rows.append(path, [r | {"commit": commit} for r in rows.complete(batch, {}, None)])
+        rows.append(path, [r | {"commit": commit} for r in rows.complete(batch, where, None)])
 
     def found() -> dict[str, float]:
         return {r["impl"]: r["ms_median"] for r in rows.read([path])}
@@ -91,6 +93,12 @@ def test_runs_of_one_workload(tmp_path: Path) -> None:
     assert (found()["fastattn-cpu"], found()["eager"]) == (4.0, 4.8)
     run("newest", 1.0, eager=0.5)
     assert (found()["fastattn-cpu"], found()["eager"]) == (1.0, 0.5)
+    run("other", 7.0, {"cpu": "other"})
+    assert sum(r["impl"] == "fastattn-cpu" for r in rows.read([path])) == 2
+    path.unlink()
+    run("a", 1.0, {"gpu": "Example GPU", "cpu": "a", "threads": 2})
+    run("b", 2.0, {"gpu": "Example GPU"})
+    assert found() == {"fastattn-cpu": 2.0, "fastattn-reference": 3.0}
 
 
 def test_report_renders(tmp_path: Path) -> None:
@@ -139,7 +147,7 @@ def test_report_in_one_file(tmp_path: Path) -> None:
     text = page.read_text()
     assert "fa3 is not installed" in text and "not measured" not in text
     assert "<td>s8192_d64</td><td><b>400</b> (×1.10)</td><td>364</td><td>333</td>" in text
-    for title in ("mean and range of the workloads", "roofline", "memory of attention",
+    for title in ("time of fastattn, every workload", "roofline", "memory of attention",
                   "memory of the transformer", "fastattn's best backend against the best peer",
                   "attention against the best peer"):  # fmt: skip
         assert title in text, title
@@ -171,9 +179,11 @@ def test_stale_rows_are_listed(
 
 def test_committed_rows_are_complete_and_in_the_readme() -> None:
     """Every row in benchmarks/results has every field and a machine's name, none is a failure of
-    fastattn; the README holds the report of them.
+    fastattn. The README's figures are those of the rows that they link to; each machine's picture
+    shows the rows.
     """
-    paths = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
+    folder = ROOT / "benchmarks" / "results"
+    paths = sorted(folder.glob("*.jsonl"))
     for path in paths:
         found = list(rows.read([path]))
         assert found
@@ -183,21 +193,23 @@ def test_committed_rows_are_complete_and_in_the_readme() -> None:
             # A peer may exceed the budget, as torch's bf16 gradients of parameters do.
             assert row["status"] != "FAIL" or not row["impl"].startswith("fastattn"), path
     readme = (ROOT / "README.md").read_text()
-    if paths:
-        results = list(rows.read(paths))
-        assert report.updated(readme, results, Path("benchmarks/results")) == readme
-        shown = re.findall(r"!\[.*?\]\((benchmarks/results/.*?)\)", readme)
-        pictures = {path.name for path in (ROOT / "benchmarks").rglob("*.svg")}
-        text = (ROOT / "docs" / "pages" / "translation.md").read_text()
-        elsewhere = {name for name in pictures if name.startswith("demo-")}
-        assert elsewhere <= set(re.findall(r"\(images/(.*?)\)", text))
-        pictures -= elsewhere
-        assert {Path(picture).name for picture in shown} == pictures
-        for picture, group in zip(shown, grids.by_machine(results).values(), strict=True):
-            means = re.findall(r">(\d+\.\d\d)</text>", (ROOT / picture).read_text())
-            assert sorted(means) == sorted(f"{s.mean:.2f}" for s in grids.peer_ratios(group))
-    else:
-        assert f"{report._BEGIN}None are kept yet.\n{report._END}" in readme
+    also = sorted((folder / "generation").glob("*.jsonl"))
+    assert report.updated(readme, [*paths, *also], Path("benchmarks/results")) == readme
+    links = re.findall(r"\| ([\d.]+) ms.*?\]\((\S+)#L(\d+)\)", readme)
+    assert len(links) == len(report.HEADLINES)
+    for milliseconds, path, number in links:
+        row = json.loads((ROOT / path).read_text().splitlines()[int(number) - 1])
+        assert float(milliseconds) == float(f"{row['ms_median']:.3g}")
+    text = (ROOT / "docs" / "pages" / "translation.md").read_text()
+    pictures = {path.name for path in folder.glob("*.svg")}
+    elsewhere = {name for name in pictures if name.startswith("demo-")}
+    assert elsewhere <= set(re.findall(r"\(images/(.*?)\)", text))
+    machines = grids.by_machine(list(rows.read(paths)))
+    assert pictures - elsewhere == {f"{report._slug(machine)}.svg" for machine in machines}
+    for machine, group in machines.items():
+        picture = (folder / f"{report._slug(machine)}.svg").read_text()
+        means = re.findall(r">(\d+\.\d\d)  \w", picture)
+        assert sorted(means) == sorted(f"{s.mean:.2f}" for s in grids.peer_ratios(group))
 
 
 def test_summary_is_written_between_the_markers(tmp_path: Path) -> None:
@@ -206,26 +218,44 @@ def test_summary_is_written_between_the_markers(tmp_path: Path) -> None:
     rows.append(path, _synthetic_rows())
     alone = _synthetic("ffn", "fwd", "w", "fastattn-cpu", 1.0, {}, [])
     rows.append(path, rows.complete([alone], {"gpu": None, "cpu": "No peers", "threads": 1}, None))
+    headline = report.HEADLINES[0]
+    case = (headline.op, headline.direction, headline.workload)
+    for day, ms in ("01", 1.0), ("03", 2.0), ("02", 3.0):  # the newest counts
+        timed = [
+            _synthetic(*case, name, time, {}, [])
+            for name, time in (("fastattn-sm90", ms), ("sdpa-cudnn", 1.5 * ms))
+        ]
+        where = {"gpu": "Example GPU", "date": f"2026-01-{day}"}
+        rows.append(path, rows.complete(timed, where, None))
+    number = len(path.read_text().splitlines()) - 3
     document.write_text(f"Before\n{report._BEGIN}old\n{report._END}After\n")
     pictures: list[bytes] = []
     for _ in range(2):
         assert report.main([str(path), "--update", str(document)]) == 0
         text = document.read_text()
-        assert text.startswith(f"Before\n{report._BEGIN}Example GPU, torch 2, commit ")
+        assert text.startswith(f"Before\n{report._BEGIN}|  | workload | fastattn | ")
+        assert (
+            "| attention, forward | `b8_h16_s2048_d128`, bf16 | 2 ms (`sm90`) | cuDNN 1.50, "
+            "FlashAttention-3 not measured | [Example GPU, 2026-01-03, "
+        ) in text and f"](results.jsonl#L{number}) |" in text
+        assert (
+            "| generation, decoding | `d512_h8_b8_s32_new32`, fp32 | not measured |  |  |" in text
+        )
         assert text.endswith(f".svg)\n{report._END}After\n") and "old" not in text
         assert "No peers" not in text
         assert "![fastattn and the best peers, Example GPU](example-gpu.svg)" in text
         pictures.append((tmp_path / "example-gpu.svg").read_bytes())
         assert b">layer_norm, forward</text>" in pictures[-1]
+        assert b">2.00  eager</text>" in pictures[-1]
         assert set(tmp_path.iterdir()) == {path, document, tmp_path / "example-gpu.svg"}
     assert pictures[0] == pictures[1]
     blocks = report.summary(list(rows.read([path])), tmp_path, tables=True)
     text = report.to_markdown(blocks, tmp_path)
-    assert "| attention, forward, bf16 | 12 | **1.10** | 1.10 | 1.10 | sdpa-cudnn |" in text
+    assert "| attention, forward, bf16 | 13 | **1.13** | 1.10 | 1.50 | sdpa-cudnn |" in text
     assert "| layer_norm, forward, bf16 | 2 | **2.00** | 2.00 | 2.00 | eager |" in text
     document.write_text("no marks")
     with pytest.raises(ValueError, match="figures: begin"):
-        report.updated(document.read_text(), [], tmp_path)
+        report.updated(document.read_text(), [path], tmp_path)
 
 
 def test_the_lower_ceiling_is_the_roof() -> None:

@@ -21,6 +21,7 @@ from fastattn import functional
 from fastattn.functional import Lengths
 from fastattn.nn.conversion import DropIn
 from fastattn.nn.fusion import (
+    AFFINE,
     DropoutStreams,
     are_plain,
     attribute,
@@ -117,6 +118,12 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
         return linear(context, *affine, checked=streams.checked), weights
 
 
+_PARAMETERS = frozenset(
+    ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+)
+_OF_PROJECTIONS = _PARAMETERS | {"out_proj"}
+
+
 def scale_of(module: nn.Module) -> float | None:
     """The scale of an attention's scores, None if it is head_dim ** -0.5."""
     return module.__dict__.get("scale")
@@ -133,10 +140,10 @@ def is_plain(module: nn.Module, x: Tensor) -> bool:
     projection = module._modules.get("out_proj")
     return (
         type(projection) is NonDynamicallyQuantizableLinear
-        and module.__dict__.keys().isdisjoint(("in_proj_weight", "in_proj_bias"))
-        and projection.__dict__.keys().isdisjoint(("weight", "bias"))
-        and has_plain_parameters(module, x)
-        and has_plain_parameters(projection, x)
+        and module.__dict__.keys().isdisjoint(_OF_PROJECTIONS)
+        and projection.__dict__.keys().isdisjoint(AFFINE)
+        and has_plain_parameters(module, _PARAMETERS, x)
+        and has_plain_parameters(projection, AFFINE, x)
     )
 
 

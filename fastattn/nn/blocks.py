@@ -9,7 +9,7 @@ reads.
 
 from collections.abc import Callable
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +27,13 @@ from fastattn.nn.attention import (
 from fastattn.nn.decoding import DecoderCache, LayerCache, Step
 from fastattn.nn.feed_forward import activation_name, fused_activation
 from fastattn.nn.fusion import (
+    AFFINE,
     DropoutStreams,
     active_p,
     are_plain,
     attribute,
     has_plain_parameters,
+    in_class,
     inherits,
     is_unmodified,
     linear,
@@ -50,15 +52,28 @@ Block = Callable[[Tensor], Tensor]
 Layer: TypeAlias = nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
 
 
+_OF_ENCODERS = frozenset(
+    ("self_attn", "linear1", "dropout", "linear2", "norm1", "norm2", "dropout1", "dropout2")
+)
+_OF_DECODERS = _OF_ENCODERS | {"multihead_attn", "norm3", "dropout3"}
+
+
 def streams_of(layer: Layer, x: Tensor, *others: Tensor) -> DropoutStreams:
     """The dropouts of a forward of the layer, and whether it is checked: it runs eagerly, all
     inputs are dense CPU tensors of one dtype, and the children are unmodified, with dense
-    parameters of this dtype. One test for all, because a test for each op takes as long as the op
-    if sequences are short. The ops check the parameters' sizes.
+    parameters of this dtype and of the sizes that the children name. One test for all, because a
+    test for each op takes as long as the op if sequences are short.
     """
     streams = DropoutStreams(x.device, sharding_of(layer))
     if streams.sharding is SINGLE and are_plain(x, *others) and runs_eagerly():
-        streams.checked = all(_is_plain(m, name, x) for name, m in layer._modules.items())
+        names = _OF_ENCODERS if isinstance(layer, nn.TransformerEncoderLayer) else _OF_DECODERS
+        children = layer._modules
+        streams.checked = (
+            children.keys() - {"activation"} == names  # which is tested where it is used
+            and layer.__dict__.keys().isdisjoint(names)
+            and not in_class(type(layer), names)  # type: ignore[arg-type]
+            and all(_is_plain(children[name], name, x) for name in names)
+        )
     return streams
 
 
@@ -66,17 +81,25 @@ def _is_plain(child: nn.Module | None, name: str, x: Tensor) -> bool:
     """Whether a layer's child `name` may be part of its ops on inputs like x."""
     if child is None:
         return False
-    if name == "activation":
-        return True  # it is tested where it is used
     if name.startswith("norm"):
-        return can_fuse(child) and has_plain_parameters(child, x)
+        return can_fuse(child, x) and _has_sizes(child, child.normalized_shape, x)
     if name.startswith("dropout"):
         return is_unmodified(child, nn.Dropout) and 0.0 <= active_p(child) <= 1.0
     if name.startswith("linear"):
-        return is_unmodified(child, nn.Linear) and has_plain_parameters(child, x)
-    if name not in ("self_attn", "multihead_attn"):
-        return False
+        return is_unmodified(child, nn.Linear) and _has_sizes(
+            child, (child.out_features, child.in_features), x
+        )
     return is_unmodified(child, *attention_classes("multihead_attn")) and is_plain(child, x)
+
+
+def _has_sizes(child: Any, sizes: Any, x: Tensor) -> bool:
+    """Whether weight and bias are plain and of these sizes; a norm may have no weight."""
+    if not has_plain_parameters(child, AFFINE, x):
+        return False
+    weight, bias = child._parameters["weight"], child._parameters["bias"]
+    if weight is None:
+        return len(sizes) == 1 and bias is None
+    return weight.shape == sizes and (bias is None or bias.shape == sizes[:1])
 
 
 def fused_context(
@@ -136,7 +159,7 @@ def _attention_block(
     weight, bias = weight_and_bias(attribute(attention, "out_proj"))
     # Its bias is added with the residual.
     product = sharding.leave(linear(heads, weight, checked=streams.checked))
-    if not (streams.checked or can_fuse(norm)):
+    if not (streams.checked or can_fuse(norm, x)):
         p = active_p(dropout)
         x = dropout_and_sum(product, bias, x, p, streams.take(p))
         y = norm(x)
@@ -202,7 +225,7 @@ def _feed_forward_block(
     if whole:
         return result
     result = sharding.leave(result)
-    if norm is not None and (streams.checked or can_fuse(norm)):
+    if norm is not None and (streams.checked or can_fuse(norm, x)):
         return fused_add_norm(result, bias2, x, dropout, norm, streams)
     x = dropout_and_sum(result, bias2, x, output_p, streams.take(output_p))
     return x if norm is None else norm(x)

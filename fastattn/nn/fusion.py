@@ -42,8 +42,16 @@ def are_plain(x: Tensor, *others: Tensor | None) -> bool:
     ):
         return False
     for other in others:
-        if other is not None and not (
-            other.dtype is dtype and other.is_cpu and other.layout is torch.strided
+        if (
+            other is not None
+            and other is not x
+            and not (
+                (type(other) is Tensor or type(other) is nn.Parameter)
+                and not other.is_nested
+                and other.dtype is dtype
+                and other.is_cpu
+                and other.layout is torch.strided
+            )
         ):
             return False
     return x.layout is torch.strided
@@ -90,11 +98,13 @@ def is_unmodified(module: nn.Module, *classes: type[nn.Module]) -> bool:
     return True
 
 
-def has_plain_parameters(module: nn.Module, like: Tensor) -> bool:
-    """Whether all parameters are dense CPU tensors in the dtype of `like`, which autograd can
-    save.
+def has_plain_parameters(module: nn.Module, names: frozenset[str], like: Tensor) -> bool:
+    """Whether the module's parameters, those of these names among them, are dense CPU tensors in
+    the dtype of `like`, which autograd can save.
     """
     dtype, saves = like.dtype, torch.is_grad_enabled()
+    if not module._parameters.keys() >= names:
+        return False
     for parameter in module._parameters.values():
         if parameter is not None and not (
             type(parameter) is nn.Parameter
@@ -135,18 +145,23 @@ def linear(
 
 
 @functools.cache
-def _in_class(kind: Any, names: str | tuple[str, ...]) -> bool:
+def in_class(kind: Any, names: frozenset[str]) -> bool:
     """Whether a class defines one of the attributes itself, such as a property."""
-    return any(hasattr(kind, name) for name in ([names] if isinstance(names, str) else names))
+    return any(hasattr(kind, name) for name in names)
 
 
-_AFFINE = ("weight", "bias")
+@functools.cache
+def _in_class(kind: Any, name: str) -> bool:
+    return hasattr(kind, name)
+
+
+AFFINE = frozenset(("weight", "bias"))
 
 
 def weight_and_bias(module: Any) -> tuple[Any, Any]:
     """(module.weight, module.bias), as `attribute` reads them."""
     kind: Any = type(module)
-    if not (_in_class(kind, _AFFINE) or "weight" in (state := module.__dict__) or "bias" in state):
+    if not (in_class(kind, AFFINE) or "weight" in (state := module.__dict__) or "bias" in state):
         found = state["_parameters"]
         if "weight" in found and "bias" in found:
             return found["weight"], found["bias"]

@@ -14,6 +14,7 @@ from fastattn import functional
 from fastattn.functional import FLOATS
 from fastattn.nn.conversion import DropIn
 from fastattn.nn.fusion import (
+    AFFINE,
     DropoutStreams,
     active_p,
     are_plain,
@@ -68,7 +69,8 @@ def _in_memory_format_of(x: Tensor, y: Tensor) -> Tensor:
 def layer_norm(module: Any, input: Tensor) -> Tensor | None:
     """What an `nn.LayerNorm` returns, on the `layer_norm` op; None where torch's code must run."""
     shape, eps, (weight, bias) = module.normalized_shape, module.eps, weight_and_bias(module)
-    if (  # valid for the op but for sizes, which it checks: small norms take no longer than checks
+    # All but the sizes, which the op checks: these tests take as long as a small norm.
+    if (
         type(input) is Tensor
         and input.is_cpu
         and not input.is_nested
@@ -86,7 +88,8 @@ def layer_norm(module: Any, input: Tensor) -> Tensor | None:
         try:
             return _layer_norm_op(None)(input, weight, bias, eps)[0]  # type: ignore[no-any-return]
         except RuntimeError:
-            pass  # sizes that do not fit raise below, as in torch
+            if input.shape[-1:] == shape and (bias is None or bias.shape == shape):
+                raise  # not because of a size; sizes that do not fit raise below, as in torch
     if not _is_supported(input, shape, eps):
         return None
     x = _autocast_input(input)
@@ -158,20 +161,25 @@ class AddNorm(nn.Module):
         norm = self.norm
         if (
             is_unmodified(self.dropout, nn.Dropout)
-            and can_fuse(norm)
+            and can_fuse(norm, x)
             and _is_supported(x, norm.normalized_shape, norm.eps)
         ):
             streams = DropoutStreams(x.device)
-            streams.checked = runs_eagerly() and are_plain(x, y) and has_plain_parameters(norm, x)
+            streams.checked = (
+                runs_eagerly()
+                and are_plain(x, y)
+                and has_plain_parameters(norm, AFFINE, x)
+                and 0.0 <= active_p(self.dropout) <= 1.0
+            )
             return fused_add_norm(y, None, x, self.dropout, norm, streams)
         return self.norm(x + self.dropout(y))
 
 
-def can_fuse(norm: nn.Module) -> bool:
-    """Whether `fused_add_norm` can compute the norm: unmodified, over one dimension."""
+def can_fuse(norm: nn.Module, x: Tensor) -> bool:
+    """Whether `fused_add_norm` can compute the norm: unmodified, over the last dimension of x."""
     return (
         is_unmodified(norm, nn.LayerNorm, LayerNorm)
-        and len(norm.normalized_shape) == 1  # type: ignore[arg-type]
+        and norm.normalized_shape == x.shape[-1:]
         and is_valid_eps(norm.eps)
     )
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from call_recorder import CallRecorder
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
 import fastattn.nn as fnn
@@ -221,6 +222,38 @@ def _parametrize(layer: Any) -> None:
     torch.nn.utils.parametrizations.weight_norm(layer.self_attn.out_proj)
 
 
+class Twice(nn.MultiheadAttention):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        context, weights = super().forward(*args, **kwargs)
+        return 2 * context, weights
+
+
+def _twice(layer: Any) -> Twice:
+    twice = Twice(16, 2, batch_first=True)
+    twice.load_state_dict(layer.self_attn.state_dict())
+    return twice
+
+
+def _unregister(layer: Any) -> None:
+    layer.__dict__["self_attn"] = _twice(layer)
+    del layer._modules["self_attn"]
+
+
+def _hide(layer: Any) -> None:
+    layer.__dict__["self_attn"] = _twice(layer)
+
+
+def _override(layer: Any) -> None:
+    twice, kind = _twice(layer), type(layer)
+    layer.__class__ = type("Changed", (kind,), {"self_attn": property(lambda _: twice)})
+
+
+def _move_to_buffers(layer: Any, *path: str) -> None:
+    child = layer.get_submodule(path[0])
+    value = child._parameters.pop(path[1])
+    child.register_buffer(path[1], 2 * value.detach())
+
+
 def _shadow_projection(layer: Any) -> None:
     layer.self_attn.__dict__["in_proj_weight"] = 2 * layer.self_attn.in_proj_weight.detach()
 
@@ -235,6 +268,11 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "no norm": lambda layer: setattr(layer, "norm2", nn.Identity()),
     "two dimensions": lambda layer: setattr(layer, "norm1", nn.LayerNorm((5, 16))),
     "another projection": lambda layer: setattr(layer, "linear1", nn.Sequential(layer.linear1)),
+    "unregistered": _unregister,
+    "hidden": _hide,
+    "property": _override,
+    "buffer": lambda layer: _move_to_buffers(layer, "linear1", "bias"),
+    "buffer of attention": lambda layer: _move_to_buffers(layer, "self_attn", "in_proj_bias"),
     "adapter": lambda layer: layer.add_module("adapter", nn.Linear(16, 16)),
 }
 # The result is not PyTorch's: it refuses the first and the last, fastattn a sparse weight.
@@ -276,6 +314,73 @@ def test_inputs_parameters_and_modes_are_noticed() -> None:
         unsaved = _layer()
         assert streams_of(unsaved, x, memory).checked
     assert not streams_of(unsaved, x, memory).checked
-    layer.linear1.weight = nn.Parameter(torch.randn(24, 15))  # sizes are checked by the ops
-    with pytest.raises((RuntimeError, ValueError), match="w1"):
-        layer(x, memory)
+    for name, size, text in (
+        ("linear1.weight", (24, 15), r"w1 must be \[F, 16\]"),
+        ("linear2.bias", (1, 16), r"x_bias must be \[16\]"),
+        ("norm1.weight", (1, 16), r"weight must be \[16\]"),
+    ):
+        wrong = _layer()
+        child, _, parameter = name.partition(".")
+        setattr(getattr(wrong, child), parameter, nn.Parameter(torch.randn(size)))
+        with pytest.raises(ValueError, match=text):
+            wrong(x, memory)
+    for other in (layer, nn.TransformerDecoderLayer(16, 2, 24, 0.0, batch_first=True)):
+        other.norm1 = nn.LayerNorm(8, elementwise_affine=False)
+        with pytest.raises(RuntimeError, match="normalized_shape"):
+            other(x, memory)
+
+
+class Quarters(Tensor):
+    """Holds its values divided by four, which some functions of PyTorch know."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def values(x: Any) -> Any:
+            return 4 * x.as_subclass(Tensor) if isinstance(x, Quarters) else x
+
+        kwargs = {name: values(x) for name, x in (kwargs or {}).items()}
+        if func in (F.linear, F.multi_head_attention_forward):
+            return func(*map(values, args), **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize("which", ["key", "value", "both"])
+def test_inputs_of_other_classes_are_noticed(which: str) -> None:
+    module = fnn.MultiheadAttention(16, 2, batch_first=True)
+    pytorch = nn.MultiheadAttention(16, 2, batch_first=True)
+    pytorch.load_state_dict(module.state_dict())
+    x, memory = torch.randn(2, 5, 16), torch.randn(2, 3, 16)
+    other = memory.as_subclass(Quarters)
+    key, value = other if which != "value" else memory, other if which != "key" else memory
+    torch.testing.assert_close(module(x, key, value), pytorch(x, key, value))
+    layer = _layer()
+    assert not streams_of(layer, x, other).checked
+    nested = torch.nested.nested_tensor([torch.randn(3, 16), torch.randn(2, 16)])
+    errors = []
+    for attention_ in (module, pytorch):
+        with pytest.raises(Exception) as raised:
+            attention_(x, nested, nested)
+        errors.append((type(raised.value), str(raised.value)))
+    assert errors[0] == errors[1]
+
+
+@pytest.mark.parametrize("p", [1.5, -0.5, float("nan")])
+def test_add_norm_refuses_other_probabilities(p: float) -> None:
+    module = fnn.AddNorm(16)
+    module.dropout.p = p
+    with pytest.raises(ValueError, match="dropout_p must be"):
+        module(torch.ones(3, 16), torch.randn(3, 16))
+
+
+def test_an_error_in_the_op_of_a_norm_is_raised_at_once() -> None:
+    seen = []
+
+    class Fails(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, *_: Any) -> Any:
+            seen.append(func)
+            raise RuntimeError("refused")
+
+    norm, x = fnn.LayerNorm(8), torch.randn(3, 8)
+    with Fails(), pytest.raises(RuntimeError, match="refused"):
+        norm(x)
+    assert seen == [torch.ops.fastattn.layer_norm_fwd.default]

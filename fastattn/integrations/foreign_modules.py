@@ -562,16 +562,11 @@ def _found(kind: type[nn.Module], published: str) -> dict[str, str | None] | Non
 
 
 def _unwrapped(method: Any) -> Any:
-    """The function of a static method, of a layer that transformers may checkpoint, of one that
-    records no gradients, or of one whose arguments were renamed.
-    """
+    """The function of a static method, or of one that records no gradients."""
     if isinstance(method, staticmethod):
         return method.__func__
     code_of = getattr(method, "__globals__", {}).get("__name__")
-    decorators = (
-        "transformers.modeling_layers", "torch.utils._contextlib", "transformers.utils.deprecation"
-    )  # fmt: skip
-    return method.__wrapped__ if code_of in decorators else method
+    return method.__wrapped__ if code_of == "torch.utils._contextlib" else method
 
 
 @functools.cache

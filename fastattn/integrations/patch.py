@@ -104,9 +104,9 @@ def patch(
     These are `nn.MultiheadAttention`, `nn.Transformer`, its encoder and decoder and their layers,
     `nn.LayerNorm` and `nn.RMSNorm`; the norms of `timm` and `transformers` models, and every module
     with the same code; modules whose `forward` calls `scaled_dot_product_attention`, such as timm's
-    attention; and the attention of `transformers` models, Bloom's and MPT's included. `generate` of
-    their encoder-decoders runs on a static cache. Results and gradients stay the same up to
-    rounding, except that a query whose keys are all masked gets a zero context.
+    attention; and the attention of `transformers` models that choose it by their configuration.
+    `generate` of their encoder-decoders runs on a static cache. Results and gradients stay the same
+    up to rounding, except that a query whose keys are all masked gets a zero context.
 
     example: keyword arguments of the model, or `(args, kwargs)`. The model runs on copies of them
     in eval mode without gradients, before and after, with the same random state; all tensors in its
@@ -231,8 +231,8 @@ def _set_attention(implementations: Iterable[tuple[Any, str]]) -> None:
 def _switch_attention(name: str, model: Any, report: PatchReport) -> None:
     """Sets fastattn as the attention of a `transformers` model and of the models it contains."""
     if not getattr(model, "_can_set_attn_implementation", lambda: False)():
-        implementation = model.config._attn_implementation
-        if not any(_is_replaceable(module, implementation) for module in model.modules()):
+        calls_sdpa = model.config._attn_implementation == "sdpa"
+        if not calls_sdpa or not any(map(_is_replaceable, model.modules())):
             report.kept[name] = "has an attention that transformers cannot replace"
         return
     if not any(map(_uses_interface, model.modules())):
@@ -346,13 +346,11 @@ def _uses_interface(module: nn.Module) -> bool:
     return is_named and not _is_transformers_model(module)  # a model has methods that choose it
 
 
-def _is_replaceable(module: nn.Module, implementation: str) -> bool:
-    """Whether there is a drop-in for this attention itself, whose code goes by `implementation`."""
+def _is_replaceable(module: nn.Module) -> bool:
+    """Whether there is a drop-in for this attention, which calls SDPA itself."""
     kind: Any = type(module)
     kind = kind.__dict__.get("replaces", kind)
-    if not kind.__name__.endswith("Attention") or foreign_modules.drop_in(kind) is None:
-        return False
-    return implementation == "sdpa" or not foreign_modules.calls_sdpa(kind)
+    return kind.__name__.endswith("Attention") and foreign_modules.drop_in(kind) is not None
 
 
 def _why_unsupported(model: nn.Module) -> str | None:

@@ -25,14 +25,16 @@ def short_sentences() -> PreparedText:
     return prepare_text(pairs, held_out=500, max_length=LONGEST, vocabulary=2000)
 
 
-def small_translator(seed: int, **options: Any) -> Seq2SeqTransformer:
+def small_translator(
+    seed: int, kind: type[Seq2SeqTransformer] = Seq2SeqTransformer, **options: Any
+) -> Seq2SeqTransformer:
     usual: dict[str, Any] = {
         "width": 128, "heads": 4, "encoder_layers": 2, "decoder_layers": 2, "ffn_width": 256,
         "dropout": 0.0, "max_length": LONGEST,
     }  # fmt: skip
     torch.manual_seed(seed)
     vocabulary = short_sentences().tokenizer.vocabulary
-    return Seq2SeqTransformer(ModelConfig(vocabulary, **{**usual, **options}))
+    return kind(ModelConfig(vocabulary, **{**usual, **options}))
 
 
 def training_curve(

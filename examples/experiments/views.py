@@ -1,9 +1,11 @@
 """Decoder layers that read two encoder layers, the last one and their own."""
 
 import math
+from dataclasses import replace
 
 import torch
 from matplotlib.figure import Figure
+from torch import Tensor
 
 from examples import common
 from examples.experiments.experiment import Check, Experiment, Settings, Values, plain
@@ -14,6 +16,7 @@ from examples.experiments.translators import (
     training_curve,
 )
 from fastattn.seq2seq.data import collate
+from fastattn.seq2seq.model import Memory, Seq2SeqTransformer
 
 VIEW_KINDS = {
     "last": "the last layer",
@@ -24,13 +27,26 @@ VIEW_SEEDS = 2
 VIEW_LAYERS = 3
 
 
+class TwoViews(Seq2SeqTransformer):
+    """Each decoder layer reads the last encoder layer as well, in one attention."""
+
+    def encode(self, source: Tensor, source_padding: Tensor) -> Memory:
+        memory = super().encode(source, source_padding)
+        # [B, 2 S, width], the two rows of a token in succession.
+        layers = [torch.stack((x, memory.output), dim=2).flatten(1, 2) for x in memory.layers]
+        return replace(memory, layers=layers, padding=memory.padding.repeat_interleave(2, dim=1))
+
+    def forward(self, source: Tensor, target_in: Tensor, source_padding: Tensor) -> Tensor:
+        memory = self.encode(source, source_padding)
+        return self.logits(self.decode(target_in, memory))
+
+
 @torch.no_grad()
 def equal_views_difference(seed: int) -> float:
     """Reading the last layer twice in one attention is reading it once."""
     batch = collate(short_sentences().valid[:16])
     one, two = (
-        small_translator(seed, memory_layers=layers).double().eval()
-        for layers in ("last", "last+last")
+        small_translator(seed, kind).double().eval() for kind in (Seq2SeqTransformer, TwoViews)
     )
     inputs = batch.source, batch.target_in, batch.source_padding
     return (one(*inputs) - two(*inputs)).abs().max().item()
@@ -39,11 +55,13 @@ def equal_views_difference(seed: int) -> float:
 def measure(settings: Settings) -> Values:
     values: Values = {"difference": equal_views_difference(settings.seed), "curves": {}}
     for kind in VIEW_KINDS:
+        layers, _, second = kind.partition("+")
         values["curves"][kind] = []
         for seed in range(settings.seed, settings.seed + settings.choose(VIEW_SEEDS, 1)):
             model = small_translator(
-                seed, memory_layers=kind, encoder_layers=VIEW_LAYERS, decoder_layers=VIEW_LAYERS
-            )
+                seed, TwoViews if second else Seq2SeqTransformer, memory_layers=layers,
+                encoder_layers=VIEW_LAYERS, decoder_layers=VIEW_LAYERS,
+            )  # fmt: skip
             title = f"views: {VIEW_KINDS[kind]}, seed {seed}"
             curve = training_curve(model, title, settings, 240, seed=seed)
             values["curves"][kind].append(curve)

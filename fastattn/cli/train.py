@@ -124,9 +124,8 @@ def add(commands: Any) -> None:
         help="score function of the attention",
     )  # fmt: skip
     model(
-        "--memory-layers", default="last", metavar="LAYERS",
-        help="encoder layer that each decoder layer reads: last, same, reversed, or numbers from "
-        "1 such as 1,2,2; with +last after it, such as same+last, the last one too",
+        "--memory-layers", choices=("last", "same"), default="last",
+        help="encoder layer that each decoder layer reads: the last, or that of the same number",
     )  # fmt: skip
     model("--copy", action="store_true", help="add a head that can copy source tokens")
     model(

@@ -55,10 +55,10 @@ class CachedContinuations:
         self._memory = memory.padded(memory_size) if memory.copy_keys is not None else None
         self.cache = model.transformer.decoder.init_cache(
             memory.layers,
-            memory_lengths=memory.lengths() * memory.views,
+            memory_lengths=memory.lengths(),
             max_length=max_length,
             beams=beams,
-            memory_size=memory_size * memory.views,
+            memory_size=memory_size,
             page_size=page_size,
             pages=pages,
         )
@@ -68,8 +68,9 @@ class CachedContinuations:
 
         slots: the places of those that are replaced, in a paged cache; default all.
         """
-        lengths = memory.lengths() * memory.views
-        self._model.transformer.decoder.restart(self.cache, memory.layers, lengths, slots=slots)
+        self._model.transformer.decoder.restart(
+            self.cache, memory.layers, memory.lengths(), slots=slots
+        )
         if self._memory is not None:
             self._memory.copy_from(memory.padded(self._memory.source.shape[1]), slots)
 

@@ -95,8 +95,7 @@ class ContinuousBatch:
         pages = cache.free_pages - (len(self.search.ended) - len(free))
         started: list[int] = []
         while waiting and len(started) < len(free):
-            rows = len(sentences[waiting[0]].source) * self.model.config.memory_views()
-            pages -= cache.missing_pages({}, [rows]) + 1
+            pages -= cache.missing_pages({}, [len(sentences[waiting[0]].source)]) + 1
             if pages < 0:
                 break
             started.append(waiting.popleft())

@@ -334,9 +334,9 @@ def _generate_continuously(
             f"page_size must be None for a model without a key/value cache, got {page_size}: "
             f"{error}"
         ) from error
-    views, cache = model.config.memory_views(), continuations.cache
+    cache = continuations.cache
     assert isinstance(cache, PagedDecoderCache)
-    needed = max(cache.missing_pages({0: s.max_length}, [len(s.source) * views]) for s in sentences)
+    needed = max(cache.missing_pages({0: s.max_length}, [len(s.source)]) for s in sentences)
     if needed > cache.free_pages:
         raise ValueError(f"pages must be at least {needed} for the longest sentence, got {pages}")
     idle = Request([0] * places, [()] * places if any(prefixes) else None, unscored)

@@ -52,8 +52,7 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     **{name: partial(GatedActivation, name) for name in GatedActivation.functions},
 }
 TYING = (True, False, "embeddings", "target")
-MEMORY_LAYERS = ("last", "same", "reversed")
-AND_LAST = "+last"
+MEMORY_LAYERS = ("last", "same")
 DECODERS = ("autoregressive", "non-autoregressive")
 LENGTHS = ("predictor", "end")
 
@@ -73,10 +72,7 @@ class ModelConfig:
         tied: source embedding, target embedding and output head share one matrix; False: none do;
             "embeddings": the first two; "target": the last two.
         memory_layers: which encoder layer each decoder layer reads. "last": the last one, as
-            usual; "same": the one with its own index (He et al. 2018); "reversed": from the last
-            to the first; or numbers from 1, one for each decoder layer, such as "1,2,2". With
-            "+last" after it, such as "same+last", every decoder layer reads the last encoder layer
-            as well: two views of the source (after Liu et al. 2020), in one attention.
+            usual; "same": the one with its own index (He et al. 2018).
         norm: "layer" or "rms"; "power" and "batch" normalise over tokens, for comparison.
         scoring: the score of queries and keys: "dot", "additive" or "cosine".
         copy: add a pointer-generator head, which can copy source tokens.
@@ -165,6 +161,7 @@ class ModelConfig:
         for name, known in (
             ("activation", tuple(ACTIVATIONS)),
             ("positions", POSITIONS),
+            ("memory_layers", MEMORY_LAYERS),
             ("tied", TYING),
             ("norm", NORMS),
             ("scoring", SCORES),
@@ -209,7 +206,6 @@ class ModelConfig:
                 f"heads must divide width {self.width} into even parts with positions='rotary', "
                 f"got {self.heads}"
             )
-        self.memory_numbers()
 
     @property
     def target_tokens(self) -> int:
@@ -221,29 +217,11 @@ class ModelConfig:
         return SpecialTokens(self.pad, self.begin, self.end)
 
     def memory_numbers(self) -> list[int]:
-        """The encoder layer that each decoder layer reads, counted from 1; with two views the
-        first of them.
-        """
-        wanted = self.memory_layers.removesuffix(AND_LAST)
-        last, count = self.encoder_layers, self.decoder_layers
-        if wanted == "last":
-            return [last] * count
-        if wanted == "same":
-            return [min(number, last) for number in range(1, count + 1)]
-        if wanted == "reversed":
-            return [max(last - number, 1) for number in range(count)]
-        numbers = [int(part) if part.strip().isdecimal() else 0 for part in wanted.split(",")]
-        if len(numbers) != count or not all(1 <= number <= last for number in numbers):
-            raise ValueError(
-                f"memory_layers must be one of {MEMORY_LAYERS}, or {count} numbers from 1 to "
-                f"{last} with commas, either with {AND_LAST!r} after it or not, "
-                f"got {self.memory_layers!r}"
-            )
-        return numbers
-
-    def memory_views(self) -> int:
-        """The number of encoder layers that each decoder layer reads."""
-        return 2 if self.memory_layers.endswith(AND_LAST) else 1
+        """The encoder layer that each decoder layer reads, counted from 1."""
+        last = self.encoder_layers
+        if self.memory_layers == "last":
+            return [last] * self.decoder_layers
+        return [min(number, last) for number in range(1, self.decoder_layers + 1)]
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2)
@@ -261,18 +239,11 @@ class ModelConfig:
 class Memory:
     """An encoded batch: the input of each decoder layer, and the source ids."""
 
-    # One [B, S, width] for each decoder layer; with two views [B, 2 S, width], those of a token in
-    # succession, so that padding is on the right.
-    layers: list[Tensor]
+    layers: list[Tensor]  # [B, S, width] for each decoder layer
     source: Tensor  # [B, S] int64
     padding: Tensor  # [B, S] bool, True = padding
     output: Tensor  # [B, S, width], of the last encoder layer
     copy_keys: Tensor | None = None  # [B, S, width], keys of the copying head
-    views: int = 1
-
-    def row_padding(self) -> Tensor:
-        """`padding` of the rows of `layers`."""
-        return self.padding.repeat_interleave(self.views, dim=1) if self.views > 1 else self.padding
 
     def lengths(self) -> Tensor:
         """The number of real tokens of each source, int64 [B]; padding is on the right."""
@@ -289,10 +260,9 @@ class Memory:
         S = self.source.shape[1]
 
         def longer(tensor: Tensor) -> Tensor:
-            extra = (size - S) * (tensor.shape[1] // S if S else 1)  # the rows of a token
             filling = {torch.int64: PAD, torch.bool: True}.get(tensor.dtype, 0.0)
-            sides = (0, extra) if tensor.dim() == 2 else (0, 0, 0, extra)
-            return F.pad(tensor, sides, value=filling) if extra else tensor.clone()
+            sides = (0, size - S) if tensor.dim() == 2 else (0, 0, 0, size - S)
+            return F.pad(tensor, sides, value=filling) if size > S else tensor.clone()
 
         return self._map(longer)
 
@@ -322,7 +292,6 @@ class Memory:
             once(self.padding),
             once(self.output),
             None if self.copy_keys is None else once(self.copy_keys),
-            self.views,
         )
 
 
@@ -380,7 +349,6 @@ class Seq2SeqTransformer(nn.Module):
         _use_scoring(self.transformer, config.scoring)
         self.copying = PointerGenerator(config.width) if config.copy else None
         self._memory_numbers = config.memory_numbers()
-        self._memory_views = config.memory_views()
         # Embeddings scaled by sqrt(width) have variance 1 at first; so have the head's logits.
         for module in self.children():
             if isinstance(module, nn.Embedding):
@@ -470,16 +438,15 @@ class Seq2SeqTransformer(nn.Module):
         )
 
     def _reads_last_layer(self) -> bool:
-        """Whether every decoder layer reads the last encoder layer alone."""
-        last = {self.config.encoder_layers}
-        return self._memory_views == 1 and set(self._memory_numbers) <= last
+        """Whether every decoder layer reads the last encoder layer."""
+        return set(self._memory_numbers) <= {self.config.encoder_layers}
 
     def encode(self, source: Tensor, source_padding: Tensor) -> Memory:
         """Return the inputs of the decoder's layers."""
         encoder, x = self.transformer.encoder, self.embed_source(source)
         wanted, last = self._memory_numbers, self.config.encoder_layers
         with self._norms_skip_padding(source_padding):
-            if set(wanted) <= {last}:
+            if self._reads_last_layer():
                 output = encoder(x, src_key_padding_mask=source_padding)
                 layers = [output] * len(wanted)
             else:
@@ -489,10 +456,8 @@ class Seq2SeqTransformer(nn.Module):
                     if number in wanted or number == last:
                         outputs[number] = x if encoder.norm is None else encoder.norm(x)
                 output, layers = outputs[last], [outputs[number] for number in wanted]
-        if self._memory_views == 2:
-            layers = [torch.stack((layer, output), dim=2).flatten(1, 2) for layer in layers]
         keys = None if self.copying is None else self.copying.keys(output)
-        return Memory(layers, source, source_padding, output, keys, self._memory_views)
+        return Memory(layers, source, source_padding, output, keys)
 
     def decode(self, target_in: Tensor, memory: Memory) -> Tensor:
         """Return the decoder's output [B, T, width] for every prefix of `target_in`."""
@@ -505,7 +470,7 @@ class Seq2SeqTransformer(nn.Module):
     ) -> Tensor:
         """The decoder's layers, each with its own memory."""
         decoder = self.transformer.decoder
-        masks = {**masks, "memory_key_padding_mask": memory.row_padding()}
+        masks = {**masks, "memory_key_padding_mask": memory.padding}
         with self._norms_skip_padding(memory.padding, real):
             if all(layer is memory.output for layer in memory.layers):
                 return decoder(x, memory.output, **masks)
@@ -712,12 +677,10 @@ def record_attention(
     """Collect the attention weights of every layer while the block runs the model.
 
     Yields a dict from module name, such as `decoder.layers.0.multihead_attn`, to the weights of
-    its last call, [B, H, M, N], not averaged over heads; those of two views of a source token are
-    added. Hooks request the weights from each attention module, so the fused paths are off within
-    the block. `only` selects modules whose name ends with it; `differentiable` keeps the weights'
-    graph.
+    its last call, [B, H, M, N], not averaged over heads. Hooks request the weights from each
+    attention module, so the fused paths are off within the block. `only` selects modules whose name
+    ends with it; `differentiable` keeps the weights' graph.
     """
-    views = model.config.memory_views()
     weights: dict[str, Tensor] = {}
 
     def request_weights(
@@ -727,10 +690,7 @@ def record_attention(
 
     def keep(name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> None:
-            kept = output[1] if differentiable else output[1].detach()
-            if views > 1 and name.endswith("multihead_attn"):
-                kept = kept.unflatten(-1, (-1, views)).sum(dim=-1)
-            weights[name] = kept
+            weights[name] = output[1] if differentiable else output[1].detach()
 
         return hook
 

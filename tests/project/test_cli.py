@@ -153,7 +153,6 @@ def test_wrong_choices_are_named_before_anything_is_written(capsys, pairs_file, 
         ("--vocabulary=100",): "vocabulary must be at least 259",
         ("--held-out=40",): "needs at least 120 different source sentences, got 60",
         ("--max-length=1",): "max_length must keep some training pairs, got 1",
-        ("--memory-layers=2",): "memory_layers must be one of",
         ("--decoder=non-autoregressive", "--scheduled-sampling=parallel"): (
             "scheduled_sampling must be 'none' for a non-autoregressive decoder"
         ),
@@ -341,7 +340,7 @@ def test_every_choice_of_training_reaches_the_run_and_runs_are_compared(
     capsys, pairs_file, tmp_path
 ):
     model = {
-        "norm": "power", "scoring": "cosine", "memory_layers": "1", "copy": True,
+        "norm": "power", "scoring": "cosine", "memory_layers": "same", "copy": True,
         "decoder": "autoregressive", "length": "end",
     }  # fmt: skip
     training = {

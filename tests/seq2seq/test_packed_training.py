@@ -48,7 +48,6 @@ def test_a_packed_batch_runs_on_real_tokens_only():
         ({"copy": True}, "copies source tokens"),
         ({"norm": "power"}, "has power norms"),
         ({"memory_layers": "same"}, "reads the encoder's layers"),
-        ({"memory_layers": "last+last"}, "reads the encoder's layers"),
     ],
 )
 def test_models_that_cannot_be_packed_raise_the_reason(options, why):

@@ -80,6 +80,11 @@ def test_configurations_round_trip_through_json():
         dataclasses.replace(SMALL, positions="none")
     with pytest.raises(ValueError, match=r"keys must be in .*, got \['depth'\]"):
         ModelConfig.from_json('{"vocabulary": 9, "depth": 3}')
+    for removed in ("reversed", "2,1", "same+last"):  # of runs before these were removed
+        text = SMALL.to_json().replace('"memory_layers": "last"', f'"memory_layers": "{removed}"')
+        with pytest.raises(ValueError, match="memory_layers must be one of") as error:
+            ModelConfig.from_json(text)
+        assert str(error.value).endswith(f"got {removed!r}")
     with pytest.raises(ValueError, match="steps must be an integer of at least 1, got 0"):
         TrainingConfig(steps=0)
     with pytest.raises(ValueError, match=r"precision must be one of .* got 'fp8'"):

@@ -23,7 +23,7 @@ STRATEGIES = [
 # Changes of a model's configuration.
 KINDS = [
     {"copy": True},
-    {"memory_layers": "2,1"},
+    {"memory_layers": "same"},
     {"norm": "power"},
     {"norm": "batch", "copy": True, "memory_layers": "same"},
     {"scoring": "additive"},
@@ -32,8 +32,7 @@ KINDS = [
     {"positions": "alibi"},
     {"positions": "t5"},
     {"positions": "rotary"},
-    {"positions": "alibi", "memory_layers": "2,1", "copy": True, "norm_first": False},
-    {"memory_layers": "reversed+last", "copy": True},
+    {"positions": "alibi", "memory_layers": "same", "copy": True, "norm_first": False},
 ]
 
 

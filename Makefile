@@ -21,15 +21,20 @@ TESTS_OF_NATIVE := $(addprefix tests/,sm90/test_cuda_sources.py ops/test_instanc
   project/test_build.py)
 
 # CUDA's torch where there is a GPU; elsewhere a CPU set whose versions are known to work together
-# (the Triton interpreter of 3.6 fails with numpy 2.4).
+# (the Triton interpreter of 3.6 fails with numpy 2.4). Other versions need another VENV, such as
+# `make test VENV=.venv-2.14 TORCH=torch==2.14.1 TRITON=triton==3.8.0 NUMPY=numpy`.
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
 ifeq ($(HAS_GPU),0)
 TORCH := torch==2.13.0
-BESIDE_TORCH := "numpy<2.4" triton==3.6.0
+TRITON := triton==3.6.0
+NUMPY := numpy<2.4
 else
-TORCH := "torch>=2.11"
-BESIDE_TORCH := numpy
+TORCH := torch
+TRITON :=
+NUMPY := numpy
 endif
+# Further packages in versions of your own, such as transformers==5.17.0.
+BESIDE :=
 
 BIN := $(VENV)/bin
 NATIVE_SOURCES := $(shell find csrc -type f)
@@ -104,8 +109,8 @@ help:  ## this list
 $(VENV)/torch:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) $(TORCH)
-	$(BIN)/python -m pip install --quiet $(BESIDE_TORCH)
+	$(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) "$(TORCH)"
+	$(BIN)/python -m pip install --quiet $(patsubst %,"%",$(NUMPY) $(TRITON) $(BESIDE))
 	touch $@
 
 # What the build itself wants comes first.

@@ -7,6 +7,7 @@ kept in the repository.
 
 import argparse
 import html
+import importlib.metadata
 import io
 import json
 import re
@@ -455,6 +456,16 @@ def ablation_checks(name: str) -> str:
     return table(["expected", "source", "found", "holds"], checks)
 
 
+def supported() -> str:
+    """The versions that the package's metadata require."""
+    about = importlib.metadata.metadata("fastattn")
+    required = "\n".join(about.get_all("Requires-Dist") or ())
+    (torch_from,) = re.findall(r"^torch>=([\d.]+)$", required, re.M)
+    python_from = about["Requires-Python"].removeprefix(">=")
+    name = f"fastattn {fastattn.__version__}"
+    return f"{name} supports Python {python_from} and PyTorch {torch_from}, or newer."
+
+
 def command_line() -> str:
     """Each command with its options, from the parsers."""
     (commands,) = (
@@ -507,7 +518,7 @@ TEXTS: dict[str, Callable[[], str]] = {
     "hopper_rest": hopper_rest,
     "cli": command_line,
     "exit_codes": exit_codes,
-    "version": lambda: fastattn.__version__,
+    "supported": supported,
     "ablation_device": lambda: ablations()["device"],
     **{f"ablation_{name}": lambda name=name: ablation_checks(name) for name in EXPERIMENTS},  # type: ignore[misc]
 }

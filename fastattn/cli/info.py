@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastattn.cli.arguments import (
     DONE,
@@ -18,12 +20,16 @@ from fastattn.cli.arguments import (
     positive_int,
 )
 
+if TYPE_CHECKING:
+    from fastattn.ops._select import BackendStatus
+
 
 def add_info(commands: Any) -> None:
     parser = add_command(
         commands, "info", "print versions, the device and the backends of each op", _run_info
     )
-    parser.add_argument("--json", action="store_true", help="print the same as JSON")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--verbose", action="store_true", help="print a line for each backend")
     add_device(parser)
 
 
@@ -52,15 +58,8 @@ def _run_info(options: argparse.Namespace) -> int:
     print(f"fastattn {fastattn.__version__}; {versions}")
     print(f"device {device}: {ops.device_name(device)}, {torch.get_num_threads()} CPU threads\n")
     print("Backends in the order in which they are tried:\n")
-    table = [("op", "backend", "available", "automatic", "")]
-    for row in rows:
-        available = "yes" if row.available else "no"
-        automatic = "yes" if row.automatic else ", ".join(row.automatic_for) or "no"
-        table.append((row.op, row.backend, available, automatic, row.reason))
-    widths = [max(len(line[i]) for line in table) for i in range(4)]
-    for line in table:
-        cells = [cell.ljust(width) for cell, width in zip(line[:4], widths, strict=True)]
-        print("  ".join([*cells, line[4]]).rstrip())
+    for line in _table(rows) if options.verbose else _lines(rows):
+        print(line)
     if device.type == "cpu" and (why := ops.library_unavailable("cpu")):
         print(f"\nOps on the CPU run PyTorch's operators: backend cpu {why}")
     elif device.type == "cpu":
@@ -68,6 +67,42 @@ def _run_info(options: argparse.Namespace) -> int:
     recorder = f"Python, which takes longer: {missing}" if missing else "the extension autograd"
     print(f"\nDerivatives are recorded by {recorder}")
     return DONE
+
+
+def _lines(rows: Sequence[BackendStatus]) -> list[str]:
+    """A line for each op: what is chosen, what runs on request, and why others do not run."""
+    lines = []
+    for op, found in itertools.groupby(rows, key=lambda row: row.op):
+        automatic, requested = [], []
+        missing: dict[str, list[str]] = {}
+        for row in found:
+            if not row.available:
+                missing.setdefault(row.reason, []).append(row.backend)
+            elif row.automatic or row.automatic_for:
+                only = "" if row.automatic else f" ({', '.join(row.automatic_for)})"
+                automatic.append(row.backend + only)
+            else:
+                requested.append(row.backend)
+        first, *others = automatic or ["none is chosen"]
+        parts = [f"{first}, then {', '.join(others)}" if others else first]
+        parts += [f"on request {', '.join(requested)}"] if requested else []
+        parts += [f"unavailable {', '.join(names)} ({why})" for why, names in missing.items()]
+        lines.append(f"{op}: {'; '.join(parts)}")
+    return lines
+
+
+def _table(rows: Sequence[BackendStatus]) -> list[str]:
+    """A line for each backend of each op."""
+    table = [("op", "backend", "available", "automatic", "")]
+    for row in rows:
+        available = "yes" if row.available else "no"
+        automatic = "yes" if row.automatic else ", ".join(row.automatic_for) or "no"
+        table.append((row.op, row.backend, available, automatic, row.reason))
+    widths = [max(len(line[i]) for line in table) for i in range(4)]
+    return [
+        "  ".join([*(x.ljust(n) for x, n in zip(line, widths, strict=False)), line[4]]).rstrip()
+        for line in table
+    ]
 
 
 def add_check(commands: Any, *, with_options: bool) -> None:

@@ -16,6 +16,7 @@ from cpu_library import needs_library
 import fastattn
 from fastattn import cli
 from fastattn.ops import _env, _native, backend_table
+from fastattn.ops._select import BackendStatus
 from fastattn.seq2seq import catalogues, demo
 from fastattn.seq2seq.model import ModelConfig
 from fastattn.seq2seq.training import TrainingConfig
@@ -447,12 +448,38 @@ def test_info_reports_the_backend_table(capsys):
     assert report["device_name"] == _env.device_name(cpu)
     rows = [dataclasses.asdict(row) for row in backend_table(cpu)]
     assert report["backends"] == json.loads(json.dumps(rows))
-    code, out, _ = call(capsys, "info", "--device=cpu")
+    code, out, _ = call(capsys, "info", "--device=cpu", "--verbose")
     assert code == 0
     for row in backend_table(cpu):
         cells = rf"^{row.op} +{row.backend} +{'yes' if row.available else 'no'} "
         line = re.search(cells + ".*$", out, flags=re.MULTILINE)
         assert line is not None and row.reason in line[0]
+
+
+def test_info_has_a_line_for_each_op(capsys, monkeypatch):
+    def row(backend, available, reason, automatic, automatic_for=()):
+        return BackendStatus("attention", backend, available, reason, automatic, automatic_for)
+
+    rows = [
+        row("sm90", False, "needs a GPU", False),
+        row("triton", True, "", False, ("bf16", "fp16")),
+        row("cuda", False, "needs a GPU", False),
+        row("cpu", True, "", False),
+        row("torch", True, "", True),
+        dataclasses.replace(row("cpu", True, "", False), op="ffn"),
+    ]
+    monkeypatch.setattr(fastattn.ops, "backend_table", lambda device: rows)
+    _, out, _ = call(capsys, "info", "--device=cpu")
+    assert (
+        "\nattention: triton (bf16, fp16), then torch; on request cpu; "
+        "unavailable sm90, cuda (needs a GPU)\nffn: none is chosen; on request cpu\n"
+    ) in out
+    monkeypatch.undo()
+    _, out, _ = call(capsys, "info", "--device=cpu")
+    ops = [
+        line.partition(":")[0] for line in out.split("tried:\n\n")[1].split("\n\n")[0].split("\n")
+    ]
+    assert ops == list(dict.fromkeys(row.op for row in backend_table(torch.device("cpu"))))
 
 
 @needs_library

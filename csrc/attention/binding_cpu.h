@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
 
 #include "attention/cpu/launch.h"
 #include "common/dropout.h"
@@ -297,16 +296,6 @@ inline void clear_rows(DType type, const TensorView& x, int64_t heads, int64_t f
   }
 }
 
-// Clears rows of out, and sets those of lse, that belong to no sequence.
-inline void clear_results(const Problem& a, const TensorView& out, float* lse, int64_t rows,
-                          float empty_lse) {
-  const int64_t real = a.cu_seqlens_q[a.batch];
-  clear_rows(a.type, out, a.heads, real, rows, a.value_dim);
-  for (int64_t h = 0; h < a.heads; ++h) {
-    std::fill(lse + h * rows + real, lse + (h + 1) * rows, empty_lse);
-  }
-}
-
 // -- calls ---------------------------------------------------------------------------------------
 // Workspace up to this size is on the stack.
 constexpr int64_t kLocalFloats = 2048;
@@ -323,21 +312,6 @@ inline bool is_supported(const StableIValue* first, int64_t dims) {
 inline void check_dimensions(const Operands& x, int64_t dims) {
   STD_TORCH_CHECK(x.q.dim() == dims && x.k.dim() == dims && x.v.dim() == dims,
                   "q, k and v must have ", dims, " dimensions");
-}
-
-// [batch, heads, rows, columns] in the storage order of q: [batch, rows, heads, columns] where q's
-// heads lie inside its rows.
-inline Tensor new_like_query(const Tensor& q, int64_t columns) {
-  const auto n = q.sizes(), stride = q.strides();
-  const bool heads_in_rows = stride[1] < stride[2];
-  const int64_t sizes[] = {n[0], n[1], n[2], columns};
-  int64_t strides[4] = {0, 0, 0, 1};
-  int64_t next = std::max<int64_t>(columns, 1);
-  for (int d : {heads_in_rows ? 1 : 2, heads_in_rows ? 2 : 1, 0}) {
-    strides[d] = next;
-    next *= std::max<int64_t>(sizes[d], 1);
-  }
-  return new_tensor({sizes, 4}, {strides, 4}, q.scalar_type());
 }
 
 }  // namespace fastattn::attention

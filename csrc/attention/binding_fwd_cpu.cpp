@@ -1,4 +1,6 @@
 // Attention on the CPU, the forward: allocates the results and runs the kernels on torch's threads.
+#include <limits>
+
 #include "attention/binding_cpu.h"
 
 namespace fastattn::attention {
@@ -23,6 +25,21 @@ void compute_fwd(const Operands& x, const Masks& masks, const Options& options, 
   const Tensor rows[] = {rows_of(x.q), rows_of(x.k), rows_of(x.v)};
   Forward a = forward_of(rows, masks, options, out, lse);
   compute(a);
+}
+
+// [batch, heads, rows, columns] in the storage order of q: [batch, rows, heads, columns] where q's
+// heads lie inside its rows.
+Tensor new_like_query(const Tensor& q, int64_t columns) {
+  const auto n = q.sizes(), stride = q.strides();
+  const bool heads_in_rows = stride[1] < stride[2];
+  const int64_t sizes[] = {n[0], n[1], n[2], columns};
+  int64_t strides[4] = {0, 0, 0, 1};
+  int64_t next = std::max<int64_t>(columns, 1);
+  for (int d : {heads_in_rows ? 1 : 2, heads_in_rows ? 2 : 1, 0}) {
+    strides[d] = next;
+    next *= std::max<int64_t>(sizes[d], 1);
+  }
+  return new_tensor({sizes, 4}, {strides, 4}, q.scalar_type());
 }
 
 template <bool kGiven>
@@ -85,6 +102,16 @@ void attention_with_weights_fwd(StableIValue* stack, uint64_t count, uint64_t re
   return_results(stack, out, lse, weights);
 }
 
+// Clears rows of out, and sets those of lse to -inf, that belong to no sequence.
+void clear_results(const Forward& a, int64_t rows) {
+  const int64_t real = a.cu_seqlens_q[a.batch];
+  clear_rows(a.type, a.out, a.heads, real, rows, a.value_dim);
+  for (int64_t h = 0; h < a.heads; ++h) {
+    std::fill(a.lse + h * rows + real, a.lse + (h + 1) * rows,
+              -std::numeric_limits<float>::infinity());
+  }
+}
+
 void compute_varlen_fwd(const Operands& x, const Packing& packing, const Longest& longest_of,
                         const Options& options, const Tensor& out, const Tensor& lse) {
   const Tensor tensors[] = {rows_of(x.q), rows_of(x.k), rows_of(x.v)};
@@ -93,7 +120,7 @@ void compute_varlen_fwd(const Operands& x, const Packing& packing, const Longest
   a.out = packed_view(out, "out", a.type, rows, a.heads, a.value_dim);
   a.lse = data_of<float>(lse, "lse", a.heads * rows, ScalarType::Float);
   compute(a);
-  clear_results(a, a.out, a.lse, rows, -std::numeric_limits<float>::infinity());
+  clear_results(a, rows);
 }
 
 template <bool kGiven>

@@ -32,14 +32,6 @@ def attention_paged_flops(
     return 2 * B * H * M * block_table.shape[1] * k.shape[2] * (D + v.shape[3])
 
 
-def attention_jvp_flops(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **kwargs: Any) -> int:
-    """Those of the forward, and those of the tangents that are given: Q' Kᵀ, Q K'ᵀ, P V', and the
-    product of the changed weights with V.
-    """
-    B, H, M, _ = q.shape
-    return 2 * B * H * M * k.shape[2] * _jvp_columns("attention_jvp", q, k, v, *rest)
-
-
 def attention_backward_flops(
     dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **kw: Any
 ) -> int:
@@ -64,15 +56,6 @@ def varlen_flops(
     return 2 * H * _pairs(cu_q, cu_k, max_q, max_k) * (D + v.shape[2])
 
 
-def varlen_jvp_flops(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int,
-    *rest: Any, **kwargs: Any,
-) -> int:  # fmt: skip
-    """`attention_jvp_flops` summed over sequences."""
-    columns = _jvp_columns("attention_varlen_jvp", q, k, v, cu_q, cu_k, max_q, max_k, *rest)
-    return 2 * q.shape[1] * _pairs(cu_q, cu_k, max_q, max_k) * columns
-
-
 def varlen_backward_flops(
     dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor,
     cu_k: Tensor, out: Tensor, lse: Tensor, max_q: int, max_k: int, *rest: Any, **kwargs: Any,
@@ -80,19 +63,6 @@ def varlen_backward_flops(
     """`attention_backward_flops` summed over sequences."""
     H, D = q.shape[1:]
     return 2 * H * _pairs(cu_q, cu_k, max_q, max_k) * (3 * D + 2 * v.shape[2])
-
-
-def _jvp_columns(op: str, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> int:
-    """The head dims of all products of a call with tangents."""
-    names = [x.name for x in getattr(torch.ops.fastattn, op).default._schema.arguments]
-    given = {
-        name.removesuffix("_tangent")
-        for name, x in zip(names, (q, k, v, *rest), strict=False)
-        if name.endswith("_tangent") and x is not None
-    }
-    D, E = q.shape[-1], v.shape[-1]
-    of_scores = bool(given & {"q", "k", "mask"})
-    return D * (1 + ("q" in given) + ("k" in given)) + E * (1 + ("v" in given) + of_scores)
 
 
 def ffn_flops(
@@ -132,12 +102,10 @@ def linear_backward_flops(
 FORMULAS: dict[str, Callable[..., int]] = {
     "attention_fwd": attention_flops,
     "attention_paged_fwd": attention_paged_flops,
-    "attention_jvp": attention_jvp_flops,
     "attention_bwd": attention_backward_flops,
     "attention_with_weights_fwd": attention_flops,
     "attention_with_weights_bwd": attention_with_weights_backward_flops,
     "attention_varlen_fwd": varlen_flops,
-    "attention_varlen_jvp": varlen_jvp_flops,
     "attention_varlen_bwd": varlen_backward_flops,
     "ffn_fwd": ffn_flops,
     "ffn_bwd": ffn_backward_flops,

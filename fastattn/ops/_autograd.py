@@ -45,9 +45,6 @@ class Derivative:
     forward_maths: the forward op in differentiable PyTorch operators: its arguments -> its results.
     jvp: (arguments, their tangents, results) -> the tangents of the differentiable results, in
     differentiable PyTorch operators. An argument without a tangent has None.
-    jvp_op: with `jvp`, an op that computes the results and their tangents together, for the calls
-    that its backends support. Its arguments are the forward's, then `<x>_tangent` for each x of
-    `gradients`; its results are the forward's, then their tangents.
     """
 
     forward: Op
@@ -56,7 +53,6 @@ class Derivative:
     result_gradients: Mapping[str, str]
     forward_maths: Callable[..., Sequence[Tensor]] | None = None
     jvp: Jvp | None = None
-    jvp_op: Op | None = None
     dtypes: Mapping[str, str] = field(default_factory=dict)
     passes_through: Mapping[str, str] = field(default_factory=dict)
     equal_gradients: Mapping[tuple[str, str], str] = field(default_factory=dict)
@@ -66,9 +62,6 @@ class Derivative:
         assert (self.forward_maths is None) != (self.jvp is None)
         assert [*self.gradients] == self.backward.results
         assert [*self.result_gradients] == self.forward.results[: len(self.result_gradients)]
-        if self.jvp_op is not None:
-            tangents = [f"{name}_tangent" for name in self.gradients.values()]
-            assert self.jvp_op.arguments == [*self.forward.arguments, *tangents]
 
     @property
     def name(self) -> str:
@@ -140,15 +133,12 @@ def differentiable(
     """
     derivative = Derivative(forward, backward, **options)
     _DERIVATIVES.append(derivative)
-    computed_with = [(backward, backward_maths)]
-    if derivative.jvp_op is not None:
-        computed_with.append((derivative.jvp_op, _jvp_maths(derivative)))
+    second = _second_derivative(backward, backward_maths)
     for overload in ("", ".backend"):
         LIBRARY.impl(forward.name + overload, _first_kernel(derivative, overload), "Autograd")
-    for op, maths in computed_with:
-        second = _second_derivative(op, maths)
-        for overload in ("", ".backend"):
-            LIBRARY.impl(op.name + overload, _under_autograd(second, op, overload), "Autograd")
+        LIBRARY.impl(
+            backward.name + overload, _under_autograd(second, backward, overload), "Autograd"
+        )
     return forward
 
 
@@ -219,7 +209,9 @@ def _under_autograd(
     call = op.named if overload else op.default
 
     def kernel(*args: Any) -> Any:
-        recorded = torch.is_grad_enabled() and _require_gradients(op, args)
+        recorded = torch.is_grad_enabled() and any(
+            args[i] is not None and args[i].requires_grad for i in op.tensors
+        )
         if recorded or _has_tangents(op, args):
             with enable_single_level_autograd_function():
                 results = function.apply(call, *args)  # type: ignore[attr-defined]
@@ -257,10 +249,6 @@ def _dual(x: Any) -> tuple[Any, Tensor | None]:
     return forward_ad.unpack_dual(x, level=0) if isinstance(x, Tensor) else (x, None)
 
 
-def _require_gradients(op: Op, args: Sequence[Any]) -> bool:
-    return any(args[i] is not None and args[i].requires_grad for i in op.tensors)
-
-
 def _has_tangents(op: Op, args: Sequence[Any]) -> bool:
     return _in_forward_mode() and any(_dual(args[i])[1] is not None for i in op.tensors)
 
@@ -294,47 +282,12 @@ def _tangents_of(found: Sequence[Tensor | None], results: Sequence[Tensor]) -> t
     )
 
 
-def _call_of_jvp_op(
-    derivative: Derivative, args: Sequence[Any], tangents: Sequence[Tensor | None]
-) -> tuple[Any, list[Any]] | None:
-    """(an overload, its arguments), to compute the results and their tangents; None if no backend
-    of the op supports the call.
-    """
-    op, names = derivative.jvp_op, derivative.forward.arguments
-    if op is None:
-        return None
-    call = [*args[: len(names)], *(tangents[names.index(x)] for x in derivative.gradients.values())]
-    backend = [*args[len(names) :]]
-    if not op.supports(call, backend[0] if backend else None):
-        return None
-    return (op.named if backend else op.default), [*call, *backend]
-
-
-def _jvp_maths(derivative: Derivative) -> Callable[..., tuple[Tensor, ...]]:
-    """The results of `jvp_op` in differentiable operators."""
-    d, names = derivative, derivative.forward.arguments
-
-    def maths(*args: Any) -> tuple[Tensor, ...]:
-        primals = args[: len(names)]
-        given = dict(zip(d.gradients.values(), args[len(names) :], strict=True))
-        results = d.forward.default(*primals)
-        assert d.jvp is not None
-        return (*results, *d.jvp(primals, [given.get(name) for name in names], results))
-
-    return maths
-
-
 def _first_derivative(derivative: Derivative, overload: str) -> Callable[..., Any]:
     d, forward, at = derivative, derivative.forward, derivative.positions(overload)
     backward_call = d.backward.named if overload else d.backward.default
-    jvp_function: Any = d.jvp_op and _second_derivative(d.jvp_op, _jvp_maths(d))
 
     def run_forward(ctx: Any, call: Any, *args: Any) -> tuple[Tensor, ...]:
-        ctx.with_tangents = with_tangents(args)
-        if ctx.with_tangents is None:
-            results = _below(forward, call, args)
-        else:
-            results = ctx.with_tangents[1][: len(forward.results)]
+        results = _below(forward, call, args)
         values = (*args, *results)
         ctx.save_for_backward(
             *(
@@ -354,25 +307,9 @@ def _first_derivative(derivative: Derivative, overload: str) -> Callable[..., An
         _keep_for_jvp(ctx, forward, args, results)
         return results
 
-    def with_tangents(args: Sequence[Any]) -> tuple[list[Any], tuple[Tensor, ...]] | None:
-        """(the arguments of `jvp_op`, its results), if it supports the call."""
-        if d.jvp_op is None or not _in_forward_mode():
-            return None
-        # Outer functorch levels record the unpacking.
-        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
-            primals, tangents = zip(*map(_dual, args), strict=True)
-        if all(t is None for t in tangents):
-            return None
-        call = _call_of_jvp_op(d, primals, tangents)
-        return None if call is None else (call[1], _below(d.jvp_op, *call))
-
     def run_jvp(ctx: Any, *_: Any) -> tuple[Tensor | None, ...]:
-        found: Sequence[Tensor]
         with _forward_mode(ctx) as (args, results):
-            if ctx.with_tangents is not None:
-                found = recorded(*ctx.with_tangents)[len(results) :]
-                del ctx.with_tangents
-            elif d.forward_maths is not None:
+            if d.forward_maths is not None:
                 found = _tangents_of(d.forward_maths(*args[: len(forward.arguments)]), results)
             else:
                 assert d.jvp is not None
@@ -380,15 +317,6 @@ def _first_derivative(derivative: Derivative, overload: str) -> Callable[..., An
                 found = tuple(d.jvp(primals, tangents, results))
         constant = len(forward.results) - at.differentiable
         return (*found[: at.differentiable], *(None,) * constant)
-
-    def recorded(args: Sequence[Any], computed: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The results of `jvp_op`, with its derivative if an argument requires a gradient."""
-        assert d.jvp_op is not None
-        if not (torch.is_grad_enabled() and _require_gradients(d.jvp_op, args)):
-            return computed
-        with enable_single_level_autograd_function():
-            copies = tuple(x.detach() for x in computed)
-            return jvp_function.apply(lambda *_: copies, *args)  # type: ignore[no-any-return]
 
     def run_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[1:]  # without `call`
@@ -438,9 +366,8 @@ def _first_kernel(derivative: Derivative, overload: str) -> Callable[..., Any]:
 def _second_derivative(
     op: Op, maths: Callable[..., tuple[Tensor | None, ...]]
 ) -> type[_SingleLevelFunction]:
-    """The derivative of an op that computes gradients or tangents, by PyTorch's operators."""
-    all_needed = [True] * len(op.results)
-    needs_at = op.arguments.index("needs") if "needs" in op.arguments else None
+    """The derivative of an op that computes gradients, by PyTorch's operators."""
+    needs_at = op.arguments.index("needs")
 
     def run_forward(ctx: Any, call: Any, *args: Any) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*(args[i] for i in op.tensors))
@@ -459,10 +386,9 @@ def _second_derivative(
         for i, tensor in zip(op.tensors, ctx.saved_tensors, strict=True):
             args[i] = tensor
         inputs = [i for i in op.tensors if ctx.needs_input_grad[1 + i]]
-        needs = all_needed if needs_at is None else args[needs_at]
         given = [
             i
-            for i, (gradient, needed) in enumerate(zip(gradients, needs, strict=True))
+            for i, (gradient, needed) in enumerate(zip(gradients, args[needs_at], strict=True))
             if gradient is not None and needed
         ]
 

@@ -82,7 +82,7 @@ class Op:
     broadcast: arguments that have this batch or a batch of 1.
     dropout: the dropout probabilities; the dropout bits depend on the position in the batch.
     contiguous: tensors whose last dimension Python makes contiguous before it calls a backend.
-    is_derivative: whether it computes gradients or tangents of another op.
+    is_derivative: whether it computes gradients of another op.
     requestable: whether users can choose its backend.
     requested_in_pairs: FASTATTN_BACKEND applies only if it names the op, as in linear=cpu.
     decomposition: the module of the package with the op in PyTorch's operators, for export.
@@ -266,14 +266,6 @@ class Op:
         if not strided:
             return args
         return [x.contiguous() if i in strided else x for i, x in enumerate(args)]
-
-    def supports(self, args: Sequence[Any], backend: str | None) -> bool:
-        """Whether this backend, or any if it is None, can run the call."""
-        candidates = [*self.backends] if backend is None else [backend]
-        return any(
-            name in self.backends and _select.refusal(self, name, args) is None
-            for name in candidates
-        )
 
     def as_call(self, args: Sequence[Any]) -> Sequence[Any]:
         """The arguments as the op's NamedTuple, if it has one."""

@@ -56,28 +56,19 @@ def test_varlen_counts_pairs_inside_sequences() -> None:
 
 
 @pytest.mark.parametrize(
-    "names, columns", [("v", 14 + 6), ("q", 14 + 14), ("kv", 14 + 8 + 12), ("qkv", 3 * 14)]
+    "names, columns",
+    [("v", 8 + 6), ("q", 2 * 8 + 6), ("kv", 2 * 8 + 2 * 6), ("qkv", 3 * 8 + 2 * 6)],
 )
 def test_tangents(names: str, columns: int) -> None:
-    q, k, v = data(2, 4, 5, 8), data(2, 2, 9, 8), data(2, 2, 9, 6)
-    offsets = torch.tensor([0, 3, 9], dtype=torch.int32)
-
-    def duals(tensors: dict[str, Tensor]) -> list[Tensor]:
-        return [
+    """The forward, and the operators that compute the tangents from the scores again."""
+    tensors = {"q": data(2, 4, 5, 8), "k": data(2, 2, 9, 8), "v": data(2, 2, 9, 6)}
+    with torch.no_grad(), forward_ad.dual_level():
+        duals = [
             forward_ad.make_dual(x, torch.ones_like(x)) if n in names else x
             for n, x in tensors.items()
         ]
-
-    with torch.no_grad(), forward_ad.dual_level():
-        padded = duals({"q": q, "k": k, "v": v})
-        found = count(lambda: fastattn.attention(*padded), backward=False)  # type: ignore[arg-type, return-value]
-        assert found == 2 * 2 * 4 * 5 * 9 * columns
-        packed = duals({"q": data(9, 4, 8), "k": data(9, 2, 8), "v": data(9, 2, 6)})
-        found = count(
-            lambda: fastattn.attention_varlen(*packed, offsets, offsets, 6, 6),  # type: ignore[arg-type, return-value]
-            backward=False,
-        )
-        assert found == 2 * 4 * (3 * 3 + 6 * 6) * columns
+        found = count(lambda: fastattn.attention(*duals), backward=False)  # type: ignore[arg-type, return-value]
+    assert found == 2 * 2 * 4 * 5 * 9 * (14 + columns)
 
 
 def test_varlen_without_data_counts_the_longest_sequences() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from call_recorder import CallRecorder
 from forward_mode import Reference, check_tangents, computed
 from op_examples import SPECS, as_tuple, example_inputs, varied_inputs
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
-from fastattn.ops.attention import jvp as formulas
+from fastattn.ops.attention import tangents as formulas
 from fastattn.testing.spec import Inputs, OpSpec, Sample
 
 pytestmark = pytest.mark.usefixtures("no_request")
@@ -67,14 +68,6 @@ SAMPLES = [
 @pytest.mark.parametrize("spec, sample, dtype", SAMPLES)
 def test_tangents_of_samples(spec: OpSpec, sample: Sample, dtype: torch.dtype) -> None:
     check_tangents(spec, sample, dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["gqa", "window", "both_lengths_causal", "bias_fp32", "dropout"])
-def test_formulas_in_the_dtypes_of_the_cpu_kernel(name: str, dtype: torch.dtype) -> None:
-    """As on other devices."""
-    [sample] = [s for s in SPECS["attention"].samples if s.name == name]
-    check_tangents(SPECS["attention"], sample, dtype, backend="torch")
 
 
 @each_op
@@ -176,6 +169,14 @@ def _attention_cases() -> dict[str, dict[str, Any]]:
         "mask of a head": {"mask": bias[:, :1, :1] > 0},
         "bias": {"mask": bias, "causal": "bottom_right"},
         "bias of keys": {"mask": bias[:1, :, :1]},
+        "lengths of queries": {"key_lengths": torch.arange(2 * 37).view(2, 37) % 42},
+        "alibi and bias": {"alibi_slopes": torch.tensor([0.0, 0.1, 0.02, 1.0]).double(),
+                           "mask": bias, "causal": "bottom_right"},
+        "sinks and dead rows": {
+            "sinks": torch.tensor([1.0, -torch.inf, 3.0, 0.0]).double(),
+            "mask": bias.masked_fill((torch.arange(37)[:, None] % 7 == 2) | (bias > 1), -torch.inf),
+            "query_lengths": torch.tensor([5, 37]),
+        },
         "dropout": {
             "dropout_p": 0.3, "dropout_seed": torch.tensor([9]), "causal": "bottom_right",
             "window": (20, -1),
@@ -239,21 +240,120 @@ def test_mapped_arguments(name: str, values: Tensor) -> None:
     torch.testing.assert_close(torch.vmap(tangent)(values), torch.stack([*map(tangent, values)]))
 
 
-def test_dead_padding_is_kept_out() -> None:
-    """Of inputs and of tangents."""
-    q, k, v = (torch.randn(2, 2, 6, 8) for _ in range(3))
-    lengths = {"key_lengths": torch.tensor([4, 6]), "query_lengths": torch.tensor([5, 3])}
-    dead = {"k": (0, slice(None), slice(4, 6)), "q": (1, slice(None), slice(3, 6))}
-    dead["v"] = dead["k"]
-    inputs: Inputs = {"q": q, "k": k, "v": v, "return_lse": True} | lengths
-    tangents = {n: torch.randn_like(inputs[n]) for n in "qkv"}
-    expected = computed(SPECS["attention"], inputs, tangents)
-    for name, index in dead.items():
-        inputs[name][index] = torch.nan
-        tangents[name][index] = torch.inf
-    for x, y in zip(computed(SPECS["attention"], inputs, tangents), expected, strict=True):
-        assert y.isfinite().all() and torch.equal(x, y)
-    assert (expected[0][1, :, 3:] == 0).all() and (expected[1][1, :, 3:] == 0).all()
+def _tensors(dtype: torch.dtype = torch.float32) -> tuple[Inputs, dict[str, Tensor]]:
+    """(q, k and v of 4 heads in groups of 2 and several blocks of queries, their tangents)."""
+    generator = torch.Generator().manual_seed(6)
+    shapes = {"q": (2, 4, 130, 16), "k": (2, 2, 140, 16), "v": (2, 2, 140, 16)}
+    inputs, tangents = (
+        {n: torch.randn(x, generator=generator).to(dtype) for n, x in shapes.items()}
+        for _ in range(2)
+    )
+    return inputs | {"return_lse": True}, tangents
+
+
+def _dead_by(what: str) -> tuple[dict[str, Any], slice, slice]:
+    """(restrictions of 130 queries and 140 keys, the dead rows and keys of the last entry)."""
+    mask = torch.ones(2, 1, 130, 140, dtype=torch.bool)
+    mask[1, :, 100:110] = False
+    mask[1, :, :, 30:60] = False
+    lengths = torch.full((2, 130), 140)
+    lengths[1] = 70
+    lengths[1, 90:] = 0
+    both = {"key_lengths": torch.tensor([140, 70]), "query_lengths": torch.tensor([130, 97])}
+    return {
+        "lengths": (both, slice(97, 130), slice(70, 140)),
+        "lengths of queries": ({"key_lengths": lengths}, slice(90, 130), slice(70, 140)),
+        "mask": ({"mask": mask}, slice(100, 110), slice(30, 60)),
+        "bias": (
+            {"mask": torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)},
+            slice(100, 110),
+            slice(30, 60),
+        ),
+    }[what]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("what", ["lengths", "lengths of queries", "mask", "bias"])
+def test_dead_positions_may_hold_anything(what: str, dtype: torch.dtype) -> None:
+    """In inputs and tangents: the bits as if they held 0."""
+    restrictions, rows, keys = _dead_by(what)
+
+    def tangents_with(dead_input: float, dead_tangent: float) -> tuple[Tensor, ...]:
+        inputs, tangents = _tensors(dtype)
+        inputs |= restrictions
+        for name, positions in {"q": rows, "k": keys, "v": keys}.items():
+            inputs[name][1, :, positions] = dead_input
+            tangents[name][1, :, positions] = dead_tangent
+        if what == "bias":
+            blocked = restrictions["mask"].isinf()
+            tangents["mask"] = torch.ones(blocked.shape).masked_fill(blocked, dead_tangent)
+        return computed(SPECS["attention"], inputs, tangents)
+
+    found = tangents_with(torch.nan, torch.inf)
+    for x, y in zip(found, tangents_with(0.0, 0.0), strict=True):
+        assert torch.equal(x, y) and x.isfinite().all()
+        assert (x[1, :, rows] == 0).all()
+
+
+def test_nan_in_a_live_tangent_propagates() -> None:
+    for name in "qkv":
+        inputs, tangents = _tensors()
+        tangents[name][0, 1, 129, 3] = torch.nan
+        out, lse = computed(SPECS["attention"], inputs, tangents)
+        expected = torch.zeros(out.shape, dtype=torch.bool)
+        if name == "q":
+            expected[0, 1, 129] = True
+        elif name == "k":
+            expected[0, 2:] = True  # the group of this key head
+        else:
+            expected[0, 2:, :, 3] = True
+        assert torch.equal(out.isnan(), expected)
+        assert torch.equal(lse.isnan(), expected.all(-1) if name != "v" else lse.isinf())
+
+
+def test_columns_of_a_jacobian_share_a_call() -> None:
+    q = torch.randn(1, 2, 5, 8)
+    with CallRecorder() as recorder:
+        found = jacfwd(lambda x: fastattn.attention(x, q, q))(q)
+    assert recorder.names == ["attention_fwd"]
+    torch.testing.assert_close(found, jacrev(lambda x: fastattn.attention(x, q, q))(q))
+
+
+def test_vmap_of_mask_tangents() -> None:
+    q, mask, tangents = torch.randn(1, 2, 5, 8), torch.randn(1, 1, 5, 5), torch.randn(3, 1, 1, 5, 5)
+
+    def tangent(t: Tensor) -> Tensor:
+        return jvp(lambda m: fastattn.attention(q, q, q, mask=m), (mask,), (t,))[1]
+
+    expected = torch.stack([*map(tangent, tangents)])
+    torch.testing.assert_close(torch.vmap(tangent)(tangents), expected)
+
+
+def test_recorded_calls() -> None:
+    """Without functorch: gradients of results and tangents, and tangents of gradients."""
+    leaves = [x.requires_grad_() for x in torch.randn(6, 1, 2, 5, 8, dtype=torch.float64).unbind()]
+
+    def values(*tensors: Tensor) -> Tensor:
+        out, lse = fastattn.attention(*tensors, causal=True, return_lse=True)
+        return out.sin().sum() + lse.sin().sum()
+
+    def products() -> list[Tensor]:
+        with forward_ad.dual_level():
+            duals = [
+                forward_ad.make_dual(*pair) for pair in zip(leaves[:3], leaves[3:], strict=True)
+            ]
+            loss = values(*duals)
+            found = forward_ad.unpack_dual(loss)
+            gradients = torch.autograd.grad(
+                found.primal + found.tangent.sin(), leaves, retain_graph=True
+            )
+            of_loss = torch.autograd.grad(loss, leaves[:3])
+            return [*gradients, *(forward_ad.unpack_dual(x).tangent for x in of_loss)]
+
+    with Reference():
+        expected = products()
+    for x, y in zip(products(), expected, strict=True):
+        torch.testing.assert_close(x, y)
 
 
 class _Largest(TorchDispatchMode):

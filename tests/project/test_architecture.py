@@ -161,15 +161,15 @@ _LAYERS = (
         ),
     ),
     ("fastattn.ops._autograd", ("fastattn.ops._op", "fastattn.ops._native")),
-    # The reference is also the derivative of the backward op and, unless a jvp.py has formulas of
-    # its own, the one in forward mode; other backends are found by name.
+    # The reference is also the derivative of the backward op and, unless a tangents.py has formulas
+    # of its own, the one in forward mode; other backends are found by name.
     (
         "fastattn.ops.<op>.op",
         (
             "fastattn.ops._op",
             "fastattn.ops._autograd",
             "fastattn.ops.<op>.reference",
-            "fastattn.ops.<op>.jvp",
+            "fastattn.ops.<op>.tangents",
             "fastattn.ops.<op>.calls",
             "fastattn.ops.<op>.prepared",
         ),

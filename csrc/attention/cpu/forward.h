@@ -1,4 +1,4 @@
-// The forward pass of attention on CPU; backward.h has the gradients, tangents.h the tangents.
+// The forward pass of attention on CPU; backward.h has the gradients.
 //
 // A worker packs the keys and values of a (sequence, kv head) once, each tile when it is first
 // needed, and loops over them for each tile of queries (Dao et al., FlashAttention, 2022): scores,
@@ -48,8 +48,8 @@ inline void for_query_tiles(const Problem& a, Queue& queue, const Run& run) {
 }
 
 // -- many queries --------------------------------------------------------------------------------
-// Keys and values of one (sequence, kv head), each tile packed when it is first needed. Null data
-// is not packed.
+// Keys and values of one (sequence, kv head), each tile packed when it is first needed. Values of
+// null data are not packed.
 template <class C>
 class PackedKeys {
  public:
@@ -117,10 +117,8 @@ class PackedKeys {
       return pack_run(tile, from + whole, count - whole);
     }
     const int first = tile * kTileKeys + from, upto = round_up(count, kBlock);
-    if (a_.k.data) {
-      const Operand<C> k = rows_of(a_.k, first, count, upto, a_.head_dim);
-      to_columns<C>(k, upto, a_.head_dim, units<C>(memory_.k_columns) + tile * k_units() + from);
-    }
+    const Operand<C> k = rows_of(a_.k, first, count, upto, a_.head_dim);
+    to_columns<C>(k, upto, a_.head_dim, units<C>(memory_.k_columns) + tile * k_units() + from);
     if (a_.v.data && !v_in_place_.data) {
       const Operand<C> v = rows_of(a_.v, first, count, upto, a_.value_dim);
       to_pairs(
@@ -170,17 +168,15 @@ inline void write_dead_rows(const Forward& a, const Sequence& s, int64_t h, int 
   }
 }
 
-// Rows of q, or of another tensor of queries, in `memory` if they are read more than once or cannot
-// be read in place.
+// Rows of q, in `memory` if they are read more than once or cannot be read in place.
 template <class C>
-Operand<C> query_rows(const Problem& a, const TensorView& x, const QueryTile& at, int count,
-                      bool once, float* memory) {
-  const int64_t offset = query_offset(x, at.sequence, at.h, at.first);
-  const Operand<C> rows = in_place<C>(a.type, x, offset, a.head_dim, 1);
+Operand<C> query_rows(const Problem& a, const QueryTile& at, int count, bool once, float* memory) {
+  const int64_t offset = query_offset(a.q, at.sequence, at.h, at.first);
+  const Operand<C> rows = in_place<C>(a.type, a.q, offset, a.head_dim, 1);
   if (rows.data && once) {
     return rows;
   }
-  pack_rows<C>(a.type, x.data, offset, x.row_stride, count, count, a.head_dim, units<C>(memory),
+  pack_rows<C>(a.type, a.q.data, offset, a.q.row_stride, count, count, a.head_dim, units<C>(memory),
                dead_if([](int) { return false; }));
   return {units<C>(memory), padded(a.head_dim) / C::kDepth};
 }
@@ -209,7 +205,7 @@ void forward_tile(const Forward& a, const QueryTile& at, PackedKeys<C>& keys,
   const int64_t E = padded(a.value_dim);
   const int64_t depth = ceil_div(a.head_dim, C::kDepth);
   const Operand<C> q =
-      query_rows<C>(a, a.q, at, rows.count, tiles.end - tiles.begin == 1, memory.q_rows);
+      query_rows<C>(a, at, rows.count, tiles.end - tiles.begin == 1, memory.q_rows);
   float* const o = memory.o;
   bool o_written = false;
   SoftmaxState state(rows.count);
@@ -272,17 +268,15 @@ void forward_tile(const Forward& a, const QueryTile& at, PackedKeys<C>& keys,
   write_dead_rows(a, sequence, at.h, at.first + rows.count, at.end);
 }
 
-// Calls run(tile, keys) for the tiles that this worker takes. keys = pack(tile) of the first one of
-// those that have the same keys.
-template <class Pack, class Run>
-inline void for_tiles_with_keys(const Problem& a, Queue& queue, const Pack& pack, const Run& run) {
+template <class C>
+void forward_tiles(const Forward& a, Queue& queue, const ForwardWorkspace& memory) {
   int64_t task, last;
   if (!queue.take(&task, &last)) {
     return;
   }
   do {
     while (task < last) {
-      auto keys = pack(QueryTile(a, task));
+      PackedKeys<C> keys(a, memory, QueryTile(a, task));
       for (;;) {
         const QueryTile at(a, task);
         if (!keys.holds(at)) {
@@ -290,8 +284,10 @@ inline void for_tiles_with_keys(const Problem& a, Queue& queue, const Pack& pack
         }
         if (at.is_past_end()) {
           task = std::min(last_of_head(task, a.row_tiles()), last - 1);
-        } else {
-          run(at, keys);
+        } else if (!a.is_few(at.sequence)) {
+          forward_tile<C>(a, at, keys, memory);
+        } else if (at.h % a.group() == 0) {
+          decode_sequence(a, at.sequence, at.kv_head, memory);
         }
         if (++task == last && !queue.take(&task, &last)) {
           return;
@@ -299,19 +295,6 @@ inline void for_tiles_with_keys(const Problem& a, Queue& queue, const Pack& pack
       }
     }
   } while (queue.take(&task, &last));
-}
-
-template <class C>
-void forward_tiles(const Forward& a, Queue& queue, const ForwardWorkspace& memory) {
-  for_tiles_with_keys(
-      a, queue, [&](const QueryTile& first) { return PackedKeys<C>(a, memory, first); },
-      [&](const QueryTile& at, PackedKeys<C>& keys) {
-        if (!a.is_few(at.sequence)) {
-          forward_tile<C>(a, at, keys, memory);
-        } else if (at.h % a.group() == 0) {
-          decode_sequence(a, at.sequence, at.kv_head, memory);
-        }
-      });
 }
 
 // -- entries -------------------------------------------------------------------------------------

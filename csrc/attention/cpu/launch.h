@@ -17,7 +17,6 @@ constexpr double kDecodeGrain = 1 << 16;
 constexpr int64_t kChunksPerWorker = 8;
 // Cost of a pass per (query, key) pair, relative to the forward's.
 constexpr double kForwardProducts = 1.0;
-constexpr double kTangentsProducts = 3.0;
 constexpr double kBackwardProducts = 3.0;
 
 // Number of workers for a pass of this cost.
@@ -111,25 +110,6 @@ void launch_forward(const Kernels& kernels, Forward& a, float* workspace, int64_
     without_out.v.data = nullptr;
     run_weights(without_out);
   }
-}
-
-// -- tangents ------------------------------------------------------------------------------------
-inline int64_t tangents_floats(const Tangents& a, int64_t threads) {
-  return std::max(forward_floats(a, threads), workers_for(a, kTangentsProducts, threads) *
-                                                  TangentsWorkspace(a, nullptr).floats);
-}
-
-template <class Parallel>
-void launch_tangents(const Kernels& kernels, Tangents& a, float* workspace, int64_t available,
-                     int64_t threads, const Parallel& parallel) {
-  if (a.all_few()) {
-    launch_forward(kernels, a, workspace, available, threads, parallel);
-  }
-  const auto team = team_of(workers_for(a, kTangentsProducts, threads), workspace, available,
-                            TangentsWorkspace(a, nullptr).floats, parallel);
-  const int64_t tasks_of_kv_head = a.group() * a.row_tiles();
-  team.run(kernels.tangents, a, a.batch * a.kv_heads * tasks_of_kv_head,
-           chunk_of(a, tasks_of_kv_head, team.workers));
 }
 
 // -- backward ------------------------------------------------------------------------------------

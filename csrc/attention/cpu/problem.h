@@ -203,19 +203,6 @@ struct Forward : Problem {
   }
 };
 
-// The forward with tangents of inputs (null data: none) and of results.
-struct Tangents : Forward {
-  TensorView q_tangent, k_tangent, v_tangent;
-  MaskView mask_tangent;
-  const float* sinks_tangent;  // [heads], null: none
-  TensorView out_tangent;
-  float* lse_tangent;
-
-  bool of_scores() const {
-    return q_tangent.data || k_tangent.data || mask_tangent.type != MaskType::kNone;
-  }
-};
-
 struct Backward : Problem {
   TensorView out, dout;         // null data: the gradient of out is 0
   const float *lse, *dlse;      // dlse may be null
@@ -311,29 +298,6 @@ struct ForwardWorkspace {
   }
 };
 
-struct TangentsWorkspace {
-  ForwardWorkspace values;
-  ForwardWorkspace changes;  // k_columns, v_pairs and packed are those of the tangents
-  float *q_rows, *ds, *dp, *mask, *out;
-  int64_t floats;
-
-  FASTATTN_INLINE TangentsWorkspace(const Tangents& a, float* base)
-      : values(a, base, true), changes(values) {
-    Arena arena(base ? base + values.floats : nullptr);
-    const int64_t D = padded(a.head_dim), E = padded(a.value_dim), N = a.key_tiles() * kTileKeys;
-    const int64_t M = a.rows_in_tile();
-    changes.k_columns = arena.take(a.k_tangent.data ? N * D : 0);
-    changes.v_pairs = arena.take(a.v_tangent.data ? N * E : 0);
-    changes.packed = arena.take(a.key_tiles());
-    q_rows = arena.take(M * D);
-    ds = arena.take(M * kTileKeys);
-    dp = arena.take(M * kTileKeys);
-    mask = arena.take(kTileKeys);
-    out = arena.take(M * E);
-    floats = values.floats + arena.used();
-  }
-};
-
 struct BackwardWorkspace {
   float *q_rows, *q_pairs, *dout_rows, *dout_pairs;  // of a tile of queries
   float *k_rows, *k_columns, *k_pairs, *v_columns;   // of a tile of keys
@@ -373,16 +337,14 @@ struct BackwardWorkspace {
 // -- kernels -------------------------------------------------------------------------------------
 // Each takes tasks until none is left. Tasks: forward (batch, kv head, head of the group, tile of
 // queries), or (batch, kv head, split) for few queries; weights (batch, tile of queries), all heads
-// in order; combine_splits (batch, kv head); tangents (batch, kv head, head of the group, tile of
-// queries), which for few queries writes no out and lse; delta and dq (batch, kv head, head, tile
-// of queries); dkv (batch, kv head, key task); all_gradients (batch, kv head); dmask (batch or 1,
-// heads or 1, tile of queries or 1, tile of keys or 1); ddistance_bias (batch or 1, head), after
-// dkv or all_gradients; dsinks (head).
+// in order; combine_splits (batch, kv head); delta and dq (batch, kv head, head, tile of queries);
+// dkv (batch, kv head, key task); all_gradients (batch, kv head); dmask (batch or 1, heads or 1,
+// tile of queries or 1, tile of keys or 1); ddistance_bias (batch or 1, head), after dkv or
+// all_gradients; dsinks (head).
 struct Kernels {
   void (*forward)(const Forward&, Queue&, float* workspace);
   void (*weights)(const Forward&, Queue&, float* workspace);
   void (*combine_splits)(const Forward&, Queue&, float* workspace);
-  void (*tangents)(const Tangents&, Queue&, float* workspace);
   void (*delta)(const Backward&, Queue&, float* workspace);
   void (*dq)(const Backward&, Queue&, float* workspace);
   void (*dkv)(const Backward&, Queue&, float* workspace);

@@ -34,34 +34,6 @@ class ForwardCall(NamedTuple):
     dropout_stream: int
 
 
-class JvpCall(NamedTuple):
-    """The fields of ForwardCall, then the tangents of its floating tensors; None: no tangent."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    mask: Tensor | None
-    mask_tiles: Tensor | None
-    key_lengths: Tensor | None
-    query_lengths: Tensor | None
-    distance_bias: Tensor | None
-    sinks: Tensor | None
-    softcap: float
-    causal: int
-    window_left: SymInt
-    window_right: SymInt
-    scale: float
-    dropout_p: float
-    dropout_seed: Tensor | None
-    dropout_stream: int
-    q_tangent: Tensor | None
-    k_tangent: Tensor | None
-    v_tangent: Tensor | None
-    mask_tangent: Tensor | None
-    distance_bias_tangent: Tensor | None
-    sinks_tangent: Tensor | None
-
-
 class BackwardCall(NamedTuple):
     dout: Tensor | None
     dlse: Tensor | None
@@ -149,33 +121,6 @@ class PackedForwardCall(NamedTuple):
     dropout_p: float
     dropout_seed: Tensor | None
     dropout_stream: int
-
-
-class PackedJvpCall(NamedTuple):
-    """The fields of PackedForwardCall, then the tangents of its floating tensors."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    max_seqlen_q: SymInt
-    max_seqlen_k: SymInt
-    distance_bias: Tensor | None
-    sinks: Tensor | None
-    softcap: float
-    causal: int
-    window_left: SymInt
-    window_right: SymInt
-    scale: float
-    dropout_p: float
-    dropout_seed: Tensor | None
-    dropout_stream: int
-    q_tangent: Tensor | None
-    k_tangent: Tensor | None
-    v_tangent: Tensor | None
-    distance_bias_tangent: Tensor | None
-    sinks_tangent: Tensor | None
 
 
 class PackedBackwardCall(NamedTuple):

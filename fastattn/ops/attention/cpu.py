@@ -5,18 +5,14 @@ inputs. Only tiles with an allowed pair are computed. Results do not depend on t
 threads. The kernels are registered under the dispatcher's CPU key.
 """
 
-from typing import Any
-
 import torch
 
 from fastattn.ops import _native
 from fastattn.ops.attention.calls import (
     BackwardCall,
     ForwardCall,
-    JvpCall,
     PackedBackwardCall,
     PackedForwardCall,
-    PackedJvpCall,
     PagedForwardCall,
 )
 
@@ -27,12 +23,6 @@ _MAX_POSITIONS = 2**28  # the kernels compute sums of positions in 32 bits
 
 def unavailable() -> str | None:
     return _native.unavailable("cpu")
-
-
-def _no_tangents(call: Any) -> str | None:
-    if call.distance_bias_tangent is not None:
-        return "computes no tangents of distance_bias"
-    return "computes no tangents with softcap" if call.softcap else None
 
 
 def _refusal(dtype: torch.dtype, queries: int, keys: int) -> str | None:
@@ -54,10 +44,6 @@ def attention_paged_fwd_unsupported(call: PagedForwardCall) -> str | None:
     return _refusal(call.q.dtype, call.q.shape[2], call.block_table.shape[1] * page)
 
 
-def attention_jvp_unsupported(call: JvpCall) -> str | None:
-    return _refusal(call.q.dtype, call.q.shape[2], call.k.shape[2]) or _no_tangents(call)
-
-
 def attention_bwd_unsupported(call: BackwardCall) -> str | None:
     return _refusal(call.q.dtype, call.q.shape[2], call.k.shape[2])
 
@@ -73,10 +59,6 @@ def attention_bwd_uses_lse(call: BackwardCall) -> bool:
 
 def attention_varlen_fwd_unsupported(call: PackedForwardCall) -> str | None:
     return _refusal(call.q.dtype, call.q.shape[0], call.k.shape[0])
-
-
-def attention_varlen_jvp_unsupported(call: PackedJvpCall) -> str | None:
-    return _refusal(call.q.dtype, call.q.shape[0], call.k.shape[0]) or _no_tangents(call)
 
 
 def attention_varlen_bwd_unsupported(call: PackedBackwardCall) -> str | None:

@@ -15,14 +15,12 @@ from torch import Tensor
 
 from fastattn.ops._autograd import differentiable, gradient_like
 from fastattn.ops._op import Backend, Op
-from fastattn.ops.attention import jvp, reference
+from fastattn.ops.attention import reference, tangents
 from fastattn.ops.attention.calls import (
     BackwardCall,
     ForwardCall,
-    JvpCall,
     PackedBackwardCall,
     PackedForwardCall,
-    PackedJvpCall,
     PagedForwardCall,
     WeightsBackwardCall,
     WeightsForwardCall,
@@ -70,11 +68,6 @@ def _fwd_outputs(call: ForwardCall | PagedForwardCall) -> tuple[Tensor, ...]:
     return _like_query(q, call.v.shape[3]), q.new_empty(q.shape[:3], dtype=_lse_dtype(q))
 
 
-def _jvp_outputs(call: JvpCall) -> tuple[Tensor, ...]:
-    forward = ForwardCall._make(call[: len(ForwardCall._fields)])
-    return *_fwd_outputs(forward), *_fwd_outputs(forward)
-
-
 def _bwd_outputs(call: BackwardCall) -> tuple[Tensor, ...]:
     given = (call.q, call.k, call.v, call.mask, call.distance_bias, call.sinks)
     inputs = zip(call.needs, given, strict=True)
@@ -88,14 +81,13 @@ def _weights_fwd_outputs(call: Any) -> tuple[Tensor, ...]:
 
 
 _LENGTHS = ("key_lengths", "query_lengths")
-_TANGENTS = ("q_tangent", "k_tangent", "v_tangent")
 # The arguments and results of all these ops that have a batch.
 _BATCHED = (
-    "q", "k", "v", *_LENGTHS, "out", "lse", "dout", "dlse", "dq", "dk", "dv", *_TANGENTS,
-    "out_tangent", "lse_tangent", "weights", "dweights",
+    "q", "k", "v", *_LENGTHS, "out", "lse", "dout", "dlse", "dq", "dk", "dv", "weights",
+    "dweights",
 )  # fmt: skip
 # Those with this batch or a batch of 1.
-_BROADCAST = ("mask", "mask_tiles", "distance_bias", "mask_tangent", "distance_bias_tangent")
+_BROADCAST = ("mask", "mask_tiles", "distance_bias")
 _GRADIENTS = {"dq": "q", "dk": "k", "dv": "v"}
 _SCORE_GRADIENTS = {"ddistance_bias": "distance_bias", "dsinks": "sinks"}
 
@@ -132,22 +124,7 @@ attention = differentiable(
         is_derivative=True,
     ),
     reference.attention_bwd,
-    jvp=jvp.attention_jvp,
-    jvp_op=Op(
-        "attention_jvp",
-        JvpCall,
-        "Tensor out, Tensor lse, Tensor out_tangent, Tensor lse_tangent",
-        _jvp_outputs,
-        _PACKAGE,
-        (Backend("cpu"),),
-        public_name="attention",
-        contiguous=("q", "k", "v", *_LENGTHS, "distance_bias", *_TANGENTS),
-        batched=_BATCHED,
-        batch_is_one_dimension=True,
-        broadcast=_BROADCAST,
-        dropout=("dropout_p",),
-        is_derivative=True,
-    ),
+    jvp=tangents.attention_tangents,
     gradients=_GRADIENTS | {"dmask": "mask"} | _SCORE_GRADIENTS,
     result_gradients={"out": "dout", "lse": "dlse"},
 )
@@ -215,11 +192,6 @@ def _varlen_fwd_outputs(call: PackedForwardCall) -> tuple[Tensor, ...]:
     return q.new_empty(T, H, call.v.shape[2]), q.new_empty(H, T, dtype=_lse_dtype(q))
 
 
-def _varlen_jvp_outputs(call: PackedJvpCall) -> tuple[Tensor, ...]:
-    forward = PackedForwardCall._make(call[: len(PackedForwardCall._fields)])
-    return *_varlen_fwd_outputs(forward), *_varlen_fwd_outputs(forward)
-
-
 def _varlen_bwd_outputs(call: PackedBackwardCall) -> tuple[Tensor, ...]:
     given = (call.q, call.k, call.v, call.distance_bias, call.sinks)
     inputs = zip(call.needs, given, strict=True)
@@ -252,18 +224,7 @@ attention_varlen = differentiable(
         is_derivative=True,
     ),
     reference.attention_varlen_bwd,
-    jvp=jvp.attention_varlen_jvp,
-    jvp_op=Op(
-        "attention_varlen_jvp",
-        PackedJvpCall,
-        "Tensor out, Tensor lse, Tensor out_tangent, Tensor lse_tangent",
-        _varlen_jvp_outputs,
-        _PACKAGE,
-        (Backend("cpu"),),
-        public_name="attention_varlen",
-        contiguous=("q", "k", "v", *_OFFSETS, "distance_bias", *_TANGENTS),
-        is_derivative=True,
-    ),
+    jvp=tangents.attention_varlen_tangents,
     gradients=_GRADIENTS | _SCORE_GRADIENTS,
     result_gradients={"out": "dout", "lse": "dlse"},
 )

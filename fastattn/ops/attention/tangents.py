@@ -1,5 +1,5 @@
-"""The tangents of attention's results in PyTorch's operators, for forward-mode differentiation of
-calls that the op attention_jvp does not support, and for that op's own derivatives.
+"""The tangents of attention's results in PyTorch's operators, for forward-mode differentiation on
+every device.
 
 With the weights p, p_sink of the sink, the derivative c of the soft cap (1 without one), the
 tangents of the scores s' = c scale (q' k^T + q k'^T) + mask' + bias', and z = 0 for dropped
@@ -137,7 +137,7 @@ class _Operands:
             self.sinks_tangent = tangents.sinks.to(dtype).view(1, K, H // K, 1)
 
 
-def attention_jvp(
+def attention_tangents(
     args: Sequence[Any], tangents: _Tangents, results: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
     call = ForwardCall._make(args[: len(ForwardCall._fields)])
@@ -294,10 +294,10 @@ def _of_heads(
     return out_tangent.view(*shape[:4], -1), lse_tangent.view(*shape[:4], 1)
 
 
-def attention_varlen_jvp(
+def attention_varlen_tangents(
     args: Sequence[Any], tangents: _Tangents, results: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Pads, calls `attention_jvp`, packs."""
+    """Pads, calls `attention_tangents`, packs."""
     call = PackedForwardCall._make(args[: len(PackedForwardCall._fields)])
     T = call.q.shape[0]
     queries = padded(call.cu_seqlens_q, call.max_seqlen_q, T)
@@ -318,7 +318,7 @@ def attention_varlen_jvp(
     changes = [*pad(*tangents[:3]), None, None, None, None, *scores, *(None for _ in dense[9:])]
     out, lse = results
     padded_lse = queries.pad(lse.transpose(0, 1)).transpose(1, 2)  # [B, H, S]
-    out_tangent, lse_tangent = attention_jvp(
+    out_tangent, lse_tangent = attention_tangents(
         dense,
         changes,
         (

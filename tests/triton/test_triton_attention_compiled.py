@@ -306,7 +306,10 @@ def test_masks_with_strides_of_eight_are_read_in_vectors(dtype: torch.dtype) -> 
     """An address for every element would spill."""
     with compiled_for("sm_90") as found:
         _launch(64, M=1000, N=1016, mask=(dtype, (1, 4, 1000, 1016)))
-    assert spilled(found[-1]) == 0
+    for body in loops(found[-1])[:2]:  # the third has no mask
+        vectors = [x for x in body if re.search(rf"\bLDGSTS\S*\.{64 * dtype.itemsize}\b", x)]
+        assert len(vectors) == 4 and not any(re.search(r"\bLDG\S*\.U(8|16)\b", x) for x in body)
+    assert spilled(found[-1]) <= 8  # one address, by Triton 3.8
 
 
 @compiles

@@ -22,7 +22,7 @@ Tensor new_gradient(const Tensor& x, bool wanted) {
   if (heads_in_rows) {
     return new_tensor(n, stride, x.scalar_type());
   }
-  Tensor result = torch::stable::empty_like(x);
+  Tensor result = allocated(bytes_of(x), [&] { return torch::stable::empty_like(x); });
   // For an input with overlapping memory it may have other strides.
   return has_rows(result) ? result : new_contiguous(n, x.scalar_type());
 }
@@ -30,11 +30,11 @@ Tensor new_gradient(const Tensor& x, bool wanted) {
 // The gradients of the forward's results, and these.
 struct OutputGradients {
   Arguments& from;
-  std::optional<Tensor> dout = rows_of(from.optional()), dlse = as_contiguous(from.optional());
+  std::optional<Tensor> dout = from.optional(rows_of), dlse = from.optional(as_contiguous);
 };
 struct Outputs {
   Arguments& from;
-  Tensor out = rows_of(from.tensor()), lse = as_contiguous(from.tensor());
+  Tensor out = from.tensor(rows_of), lse = from.tensor(as_contiguous);
 };
 struct Gradients {
   Tensor dq, dk, dv;
@@ -45,9 +45,10 @@ struct ScoreGradients {
 };
 
 template <bool kGiven>
-Gradients gradients_of(Arguments& from, const Operands& x, const std::vector<bool>& needs) {
+Gradients gradients_of(const std::vector<Tensor>& given, const Operands& x,
+                       const std::vector<bool>& needs) {
   if (kGiven) {
-    return {from.tensor(), from.tensor(), from.tensor()};
+    return {given[0], given[1], given[2]};
   }
   return {new_gradient(x.q, needs[0]), new_gradient(x.k, needs[1]), new_gradient(x.v, needs[2])};
 }
@@ -58,10 +59,10 @@ Tensor new_gradient(const std::optional<Tensor>& x, bool wanted, ScalarType othe
 }
 
 template <bool kGiven>
-ScoreGradients score_gradients_of(Arguments& from, const Options& options,
+ScoreGradients score_gradients_of(const std::vector<Tensor>& given, const Options& options,
                                   const std::vector<bool>& needs, ScalarType type) {
   if (kGiven) {
-    return {from.tensor(), from.tensor()};
+    return {given[given.size() - 2], given.back()};
   }
   const size_t first = needs.size() - 2;
   return {new_gradient(options.distance_bias, needs[first], type),
@@ -134,6 +135,16 @@ void compute_bwd(const OutputGradients& d, const std::optional<Tensor>& dweights
   }
 }
 
+// Contiguous, in fp32.
+std::optional<Tensor> as_fp32(const std::optional<Tensor>& x) {
+  if (!x || x->scalar_type() == ScalarType::Float) {
+    return as_contiguous(x);
+  }
+  Tensor result = new_contiguous(x->sizes(), ScalarType::Float);
+  torch::stable::copy_(result, *x);
+  return result;
+}
+
 // The last arguments of the backward: which gradients are needed.
 std::vector<bool> needs_of(Arguments& from, size_t results) {
   std::vector<bool> needs = from.take<std::vector<bool>>();
@@ -152,23 +163,22 @@ void attention_bwd(StableIValue* stack, uint64_t count, uint64_t results) {
         kWeights ? "fastattn::attention_with_weights_bwd" : "fastattn::attention_bwd";
     return pass_to_other_backend<kGiven>(kOp, stack, count, results);
   }
+  const std::vector<Tensor> given = given_results<kGiven>(stack, count, results);
   Arguments from(stack);
   const OutputGradients d{from};
-  std::optional<Tensor> dweights = kWeights ? from.optional() : std::nullopt;
-  if (dweights) {
-    dweights = as_contiguous(torch::stable::to(*dweights, ScalarType::Float));
-  }
+  const std::optional<Tensor> dweights = kWeights ? from.optional(as_fp32) : std::nullopt;
   const Operands x{from};
   const Masks masks{from};
   const Outputs outputs{from};
   const Options options{from};
   const bool average = kWeights && from.take<bool>();
   const std::vector<bool> needs = needs_of(from, results);
+  from.check();
   check_dimensions(x, 4);
-  const Gradients g = gradients_of<kGiven>(from, x, needs);
+  const Gradients g = gradients_of<kGiven>(given, x, needs);
   const ScalarType type = x.q.scalar_type();
-  const Tensor dmask = kGiven ? from.tensor() : new_gradient(masks.mask, needs[3], type);
-  const ScoreGradients of_scores = score_gradients_of<kGiven>(from, options, needs, type);
+  const Tensor dmask = kGiven ? given[3] : new_gradient(masks.mask, needs[3], type);
+  const ScoreGradients of_scores = score_gradients_of<kGiven>(given, options, needs, type);
   compute_bwd(d, dweights, average, x, masks, outputs, options, needs, g, dmask, of_scores);
   return_results(stack, g.dq, g.dk, g.dv, dmask, of_scores.ddistance_bias, of_scores.dsinks);
 }
@@ -206,6 +216,7 @@ void attention_varlen_bwd(StableIValue* stack, uint64_t count, uint64_t results)
   if (!is_supported(stack + kFirstOfBackward, 3)) {
     return pass_to_other_backend<kGiven>("fastattn::attention_varlen_bwd", stack, count, results);
   }
+  const std::vector<Tensor> given = given_results<kGiven>(stack, count, results);
   Arguments from(stack);
   const OutputGradients d{from};
   const Operands x{from};
@@ -214,10 +225,11 @@ void attention_varlen_bwd(StableIValue* stack, uint64_t count, uint64_t results)
   const Longest longest_of{from};
   const Options options{from};
   const std::vector<bool> needs = needs_of(from, results);
+  from.check();
   check_dimensions(x, 3);
-  const Gradients g = gradients_of<kGiven>(from, x, needs);
+  const Gradients g = gradients_of<kGiven>(given, x, needs);
   const ScoreGradients of_scores =
-      score_gradients_of<kGiven>(from, options, needs, x.q.scalar_type());
+      score_gradients_of<kGiven>(given, options, needs, x.q.scalar_type());
   compute_varlen_bwd(d, x, packing, outputs, longest_of, options, needs, g, of_scores);
   return_results(stack, g.dq, g.dk, g.dv, of_scores.ddistance_bias, of_scores.dsinks);
 }

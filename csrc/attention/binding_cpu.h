@@ -21,7 +21,7 @@ inline bool has_rows(const Tensor& x) {
   return last < 0 || x.stride(last) == 1 || x.size(last) <= 1;
 }
 inline Tensor rows_of(const Tensor& x) {
-  return has_rows(x) ? x : torch::stable::contiguous(x);
+  return has_rows(x) ? x : contiguous_copy(x);
 }
 inline std::optional<Tensor> rows_of(const std::optional<Tensor>& x) {
   return x ? std::optional(rows_of(*x)) : x;
@@ -35,12 +35,12 @@ struct Operands {
 struct Masks {
   Arguments& from;
   std::optional<Tensor> mask = from.optional(), mask_tiles = from.optional();
-  std::optional<Tensor> key_lengths = as_contiguous(from.optional());
-  std::optional<Tensor> query_lengths = as_contiguous(from.optional());
+  std::optional<Tensor> key_lengths = from.optional(as_contiguous);
+  std::optional<Tensor> query_lengths = from.optional(as_contiguous);
 };
 struct Packing {
   Arguments& from;
-  Tensor cu_seqlens_q = as_contiguous(from.tensor()), cu_seqlens_k = as_contiguous(from.tensor());
+  Tensor cu_seqlens_q = from.tensor(as_contiguous), cu_seqlens_k = from.tensor(as_contiguous);
 };
 // Upper bounds of the lengths of packed sequences.
 struct Longest {
@@ -49,8 +49,8 @@ struct Longest {
 };
 struct Scores {
   Arguments& from;
-  std::optional<Tensor> distance_bias = rows_of(from.optional());
-  std::optional<Tensor> sinks = as_contiguous(from.optional());
+  std::optional<Tensor> distance_bias = from.optional(rows_of);
+  std::optional<Tensor> sinks = from.optional(as_contiguous);
   double softcap = from.take<double>();
   int64_t causal = from.take<int64_t>();
   int64_t window_left = from.take<int64_t>(), window_right = from.take<int64_t>();

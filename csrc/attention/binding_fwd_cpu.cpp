@@ -47,14 +47,16 @@ void attention_fwd(StableIValue* stack, uint64_t count, uint64_t results) {
   if (!is_supported(stack, 4)) {
     return pass_to_other_backend<kGiven>("fastattn::attention_fwd", stack, count, results);
   }
+  const std::vector<Tensor> given = given_results<kGiven>(stack, count, results);
   Arguments from(stack);
   const Operands x{from};
   const Masks masks{from};
   const Options options{from};
+  from.check();
   check_dimensions(x, 4);
   const int64_t sizes[] = {x.q.size(0), x.q.size(1), x.q.size(2)};
-  const Tensor out = kGiven ? from.tensor() : new_like_query(x.q, x.v.size(3));
-  const Tensor lse = kGiven ? from.tensor() : new_contiguous({sizes, 3}, ScalarType::Float);
+  const Tensor out = kGiven ? given[0] : new_like_query(x.q, x.v.size(3));
+  const Tensor lse = kGiven ? given[1] : new_contiguous({sizes, 3}, ScalarType::Float);
   compute_fwd(x, masks, options, out, lse);
   return_results(stack, out, lse);
 }
@@ -85,17 +87,19 @@ void attention_with_weights_fwd(StableIValue* stack, uint64_t count, uint64_t re
     return pass_to_other_backend<kGiven>("fastattn::attention_with_weights_fwd", stack, count,
                                          results);
   }
+  const std::vector<Tensor> given = given_results<kGiven>(stack, count, results);
   Arguments from(stack);
   const Operands x{from};
   const Masks masks{from};
   const Options options{from};
   const bool average = from.take<bool>();
+  from.check();
   check_dimensions(x, 4);
   const int64_t sizes[] = {x.q.size(0), x.q.size(1), x.q.size(2), x.k.size(2)};
   const int64_t mean_sizes[] = {sizes[0], sizes[2], sizes[3]};
-  const Tensor out = kGiven ? from.tensor() : new_like_query(x.q, x.v.size(3));
-  const Tensor lse = kGiven ? from.tensor() : new_contiguous({sizes, 3}, ScalarType::Float);
-  const Tensor weights = kGiven    ? from.tensor()
+  const Tensor out = kGiven ? given[0] : new_like_query(x.q, x.v.size(3));
+  const Tensor lse = kGiven ? given[1] : new_contiguous({sizes, 3}, ScalarType::Float);
+  const Tensor weights = kGiven    ? given[2]
                          : average ? new_contiguous({mean_sizes, 3}, x.q.scalar_type())
                                    : new_contiguous({sizes, 4}, x.q.scalar_type());
   compute_with_weights(x, masks, options, average, out, lse, weights);
@@ -128,16 +132,18 @@ void attention_varlen_fwd(StableIValue* stack, uint64_t count, uint64_t results)
   if (!is_supported(stack, 3)) {
     return pass_to_other_backend<kGiven>("fastattn::attention_varlen_fwd", stack, count, results);
   }
+  const std::vector<Tensor> given = given_results<kGiven>(stack, count, results);
   Arguments from(stack);
   const Operands x{from};
   const Packing packing{from};
   const Longest longest_of{from};
   const Options options{from};
+  from.check();
   check_dimensions(x, 3);
   const int64_t sizes[] = {x.q.size(0), x.q.size(1), x.v.size(2)};
   const int64_t rows[] = {x.q.size(1), x.q.size(0)};
-  const Tensor out = kGiven ? from.tensor() : new_contiguous({sizes, 3}, x.q.scalar_type());
-  const Tensor lse = kGiven ? from.tensor() : new_contiguous({rows, 2}, ScalarType::Float);
+  const Tensor out = kGiven ? given[0] : new_contiguous({sizes, 3}, x.q.scalar_type());
+  const Tensor lse = kGiven ? given[1] : new_contiguous({rows, 2}, ScalarType::Float);
   compute_varlen_fwd(x, packing, longest_of, options, out, lse);
   return_results(stack, out, lse);
 }
@@ -146,10 +152,10 @@ void attention_varlen_fwd(StableIValue* stack, uint64_t count, uint64_t results)
 // Keys and values in pages: the masks have no mask_tiles, the options no dropout.
 struct Paging {
   Arguments& from;
-  Tensor block_table = as_contiguous(from.tensor());
+  Tensor block_table = from.tensor(as_contiguous);
   std::optional<Tensor> mask = from.optional();
-  std::optional<Tensor> key_lengths = as_contiguous(from.optional());
-  std::optional<Tensor> query_lengths = as_contiguous(from.optional());
+  std::optional<Tensor> key_lengths = from.optional(as_contiguous);
+  std::optional<Tensor> query_lengths = from.optional(as_contiguous);
 };
 
 // Pages of a power of two. Wrong numbers of dimensions raise later.
@@ -212,16 +218,18 @@ void attention_paged_fwd(StableIValue* stack, uint64_t count, uint64_t results) 
   if (!has_kernel_for_pages(stack)) {
     return pass_to_other_backend<kGiven>("fastattn::attention_paged_fwd", stack, count, results);
   }
+  const std::vector<Tensor> given = given_results<kGiven>(stack, count, results);
   Arguments from(stack);
   const Operands x{from};
   const Paging paging{from};
   const Scores scores{from};
+  from.check();
   check_dimensions(x, 4);
   STD_TORCH_CHECK(paging.block_table.dim() == 2 && paging.block_table.size(0) == x.q.size(0),
                   "block_table must be [", x.q.size(0), ", pages]");
   const int64_t sizes[] = {x.q.size(0), x.q.size(1), x.q.size(2)};
-  const Tensor out = kGiven ? from.tensor() : new_like_query(x.q, x.v.size(3));
-  const Tensor lse = kGiven ? from.tensor() : new_contiguous({sizes, 3}, ScalarType::Float);
+  const Tensor out = kGiven ? given[0] : new_like_query(x.q, x.v.size(3));
+  const Tensor lse = kGiven ? given[1] : new_contiguous({sizes, 3}, ScalarType::Float);
   compute_paged_fwd(x, paging, scores, out, lse);
   return_results(stack, out, lse);
 }

@@ -4,13 +4,41 @@
 // the arguments that users pass.
 #pragma once
 
+// PyTorch's headers check the calls of its C functions with the macro TORCH_ERROR_CODE_CHECK, which
+// omits what PyTorch says about an error. It is replaced before the headers that use it.
+#include <torch/headeronly/util/shim_utils.h>
+#undef TORCH_ERROR_CODE_CHECK
+#define TORCH_ERROR_CODE_CHECK(call) \
+  if ((call) != TORCH_SUCCESS) {     \
+    fastattn::throw_error(#call);    \
+  }
+
+#include <stdexcept>
+#include <string>
+
+// The text of the last error. Absent before torch 2.13.
+extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
+
+namespace fastattn {
+
+// Throws for a call that has returned an error.
+[[noreturn]] inline void throw_error(const char* call) {
+  throw std::runtime_error(torch_exception_get_what_without_backtrace
+                               ? torch_exception_get_what_without_backtrace()
+                               : std::string(call) + " failed; torch >= 2.13 shows the reason");
+}
+
+}  // namespace fastattn
+
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <cstdint>
+#include <exception>
 #include <optional>
+#include <vector>
 
 #include "common/dtype.h"
 
@@ -33,7 +61,7 @@ inline DType dtype_of(const Tensor& tensor, const char* name) {
 }
 
 // The arguments on the dispatcher's stack, taken in the order of the schema. Those that are tensors
-// own them: all must be taken.
+// own them: all must be taken before an exception is thrown, or those left are never freed.
 class Arguments {
  public:
   explicit Arguments(StableIValue* stack) : next_(stack) {}
@@ -43,9 +71,39 @@ class Arguments {
   }
   Tensor tensor() { return take<Tensor>(); }
   std::optional<Tensor> optional() { return take<std::optional<Tensor>>(); }
+  std::vector<Tensor> tensors(size_t count) {
+    std::vector<Tensor> result;
+    while (result.size() < count) {
+      result.push_back(tensor());
+    }
+    return result;
+  }
+
+  // The same, copied by a function that may throw; check() throws its exception.
+  Tensor tensor(Tensor (*copy)(const Tensor&)) { return copied(copy); }
+  std::optional<Tensor> optional(std::optional<Tensor> (*copy)(const std::optional<Tensor>&)) {
+    return copied(copy);
+  }
+  void check() const {
+    if (error_) {
+      std::rethrow_exception(error_);
+    }
+  }
 
  private:
+  template <class T>
+  T copied(T (*copy)(const T&)) {
+    const T given = take<T>();
+    try {
+      return copy(given);
+    } catch (...) {
+      error_ = std::current_exception();
+      return given;
+    }
+  }
+
   StableIValue* next_;
+  std::exception_ptr error_;
 };
 
 // A tensor that the stack keeps.

@@ -20,6 +20,12 @@
 #include "cpu/large_pages.h"
 #include "cpu/row_dropout.h"
 
+// How PyTorch allocates memory on the CPU. Outside the stable ABI: absent if a version has none.
+namespace c10 {
+__attribute__((weak)) void* alloc_cpu(size_t bytes);
+__attribute__((weak)) void free_cpu(void* data);
+}  // namespace c10
+
 namespace fastattn {
 
 inline bool has_kernels_for(ScalarType type) {
@@ -36,10 +42,14 @@ inline T* data_of(const Tensor& tensor, const char* name, int64_t count, ScalarT
   return static_cast<T*>(memory_of(tensor, name));
 }
 
+inline int64_t bytes_of(const Tensor& x) {
+  return x.numel() * static_cast<int64_t>(x.element_size());
+}
+
 // Requests large pages for a large result, before it is written. (A 2048 x 8000 fp32 product of
 // depth 256, two Zen 4 threads: 81 ms with small pages, 59 ms with large ones.)
 inline const Tensor& with_large_pages(const Tensor& result) {
-  const int64_t bytes = result.numel() * static_cast<int64_t>(result.element_size());
+  const int64_t bytes = bytes_of(result);
   if (bytes >= kNewlyMappedBytes && result.is_contiguous()) {
     request_large_pages(memory_of(result, "a result"), bytes);
   }
@@ -56,16 +66,38 @@ inline void poison(void* data, int64_t bytes) {
   }
 }
 
+// Calls create(), which returns a tensor with `bytes` of new memory. Where the memory is not
+// enough, the exception is PyTorch's, of which the stable ABI has the text alone, and only from
+// torch 2.13 on: PyTorch throws it again for another allocation of this size.
+template <class Create>
+Tensor allocated(int64_t bytes, const Create& create) {
+  try {
+    return create();
+  } catch (...) {
+    if (c10::alloc_cpu && c10::free_cpu) {
+      c10::free_cpu(c10::alloc_cpu(static_cast<size_t>(bytes)));
+    }
+    throw;
+  }
+}
+
 // An uninitialised CPU tensor.
 inline Tensor new_tensor(torch::headeronly::IntHeaderOnlyArrayRef sizes,
                          torch::headeronly::IntHeaderOnlyArrayRef strides, ScalarType type) {
   const int32_t dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
-  AtenTensorHandle handle;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
-                                                  strides.data(), dtype,
-                                                  aoti_torch_device_type_cpu(), 0, &handle));
-  Tensor result(handle);
-  poison(result.data_ptr(), result.numel() * static_cast<int64_t>(result.element_size()));
+  uint64_t elements = 1;  // wraps where the sizes are too large for PyTorch, too
+  for (int64_t size : sizes) {
+    elements *= size;
+  }
+  const auto create = [&] {
+    AtenTensorHandle handle;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()),
+                                                    sizes.data(), strides.data(), dtype,
+                                                    aoti_torch_device_type_cpu(), 0, &handle));
+    return Tensor(handle);
+  };
+  Tensor result = allocated(elements * aoti_torch_dtype_element_size(dtype), create);
+  poison(result.data_ptr(), bytes_of(result));
   return result;
 }
 
@@ -86,8 +118,12 @@ inline Tensor new_vector(int64_t count, ScalarType type) {
   return new_contiguous({&count, 1}, type);
 }
 
+inline Tensor contiguous_copy(const Tensor& x) {
+  return allocated(bytes_of(x), [&] { return torch::stable::contiguous(x); });
+}
+
 inline Tensor as_contiguous(const Tensor& x) {
-  return x.is_contiguous() ? x : torch::stable::contiguous(x);
+  return x.is_contiguous() ? x : contiguous_copy(x);
 }
 
 inline std::optional<Tensor> as_contiguous(const std::optional<Tensor>& x) {
@@ -163,8 +199,11 @@ inline Dropout dropout_of(double p, const std::optional<Tensor>& seed, uint32_t 
   return result;
 }
 
-// Absent before torch 2.13.
-extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
+// The results that `.out` is given, the last arguments; none where the op creates its results.
+template <bool kGiven>
+std::vector<Tensor> given_results(StableIValue* stack, size_t arguments, size_t results) {
+  return Arguments(stack + arguments - results).tensors(kGiven ? results : 0);
+}
 
 // -- the other backends ---------------------------------------------------------------------------
 namespace detail {
@@ -190,16 +229,21 @@ std::tuple<Results...> results_on(const StableIValue* stack, std::tuple<Results.
 
 }  // namespace detail
 
+// The text of the exception that the other backend has raised in this thread, which PyTorch does
+// not pass on before torch 2.13 and adds a traceback to since. Python sets it.
+std::string& kept_error();
+
 // Passes a call that has no CPU kernel to the first other backend that supports it, through the
 // op's `backend` overload with an empty name. Its arguments are the first on the stack, of as many
 // places as arguments and one more; results replace them.
 inline void dispatch_to_other_backend(const char* op, StableIValue* stack, size_t arguments) {
   stack[arguments] = detail::stable_value(std::string());
-  if (torch_call_dispatcher(op, "backend", stack, TORCH_ABI_VERSION) != AOTI_TORCH_SUCCESS) {
-    // The stable ABI loses the error's type; its text is available from torch 2.13 on.
-    STD_TORCH_CHECK(false, torch_exception_get_what_without_backtrace
-                               ? torch_exception_get_what_without_backtrace()
-                               : "the other backends failed; PyTorch's log has the reason");
+  kept_error().clear();
+  if (torch_call_dispatcher(op, "backend", stack, TORCH_ABI_VERSION) != TORCH_SUCCESS) {
+    if (!kept_error().empty()) {
+      throw std::runtime_error(kept_error());
+    }
+    throw_error(op);
   }
 }
 
@@ -235,16 +279,18 @@ void pass_to_other_backend(const char* op, StableIValue* stack, size_t arguments
   std::array<StableIValue, kMostArguments> values;
   STD_TORCH_CHECK(arguments < values.size(), op, " has too many arguments");
   std::copy_n(stack, arguments, values.begin());
+  std::vector<Tensor> given = given_results<kGiven>(stack, arguments, results);
   dispatch_to_other_backend(op, values.data(), kGiven ? arguments - results : arguments);
   if (!kGiven) {
     std::copy_n(values.begin(), results, stack);
     return;
   }
-  Arguments computed(values.data()), given(stack + arguments - results);
+  const std::vector<Tensor> computed = Arguments(values.data()).tensors(results);
   for (size_t i = 0; i < results; ++i) {
-    Tensor result = given.tensor();
-    torch::stable::copy_(result, computed.tensor());
-    stack[i] = torch::stable::detail::from(result);
+    torch::stable::copy_(given[i], computed[i]);
+  }
+  for (const Tensor& result : given) {
+    *stack++ = torch::stable::detail::from(result);
   }
 }
 

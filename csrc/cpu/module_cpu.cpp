@@ -3,6 +3,7 @@
 // fastattn.
 #include <algorithm>
 #include <atomic>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -76,7 +77,16 @@ void move_ranges(std::vector<int64_t> addresses, std::vector<int64_t> bytes) {
   move_to_large_pages(ranges);
 }
 
+void keep_error(std::string text) {
+  kept_error() = std::move(text);
+}
+
 }  // namespace
+
+std::string& kept_error() {
+  static thread_local std::string text;
+  return text;
+}
 
 std::atomic<bool>& poisons_memory() {
   static std::atomic<bool> on{false};
@@ -95,7 +105,7 @@ void use_isa(Isa isa) {
 // Increased when an operator of the library changes. fastattn/ops/_native.py looks for it in the
 // file before the library is loaded, which registers its kernels.
 extern "C" __attribute__((used, visibility("default"))) const char fastattn_cpu_interface[] =
-    "fastattn_cpu interface 1";
+    "fastattn_cpu interface 2";
 
 STABLE_TORCH_LIBRARY(fastattn_cpu, m) {
   m.def("usable_isas() -> int[]");
@@ -103,6 +113,7 @@ STABLE_TORCH_LIBRARY(fastattn_cpu, m) {
   m.def("use_isa(int isa) -> ()");
   m.def("move_to_large_pages(int[] addresses, int[] bytes) -> ()");
   m.def("poison_memory(bool on) -> bool");
+  m.def("keep_error(str text) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CompositeExplicitAutograd, m) {
@@ -111,4 +122,5 @@ STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CompositeExplicitAutograd, m) {
   m.impl("use_isa", TORCH_BOX(&fastattn::choose_isa));
   m.impl("move_to_large_pages", TORCH_BOX(&fastattn::move_ranges));
   m.impl("poison_memory", TORCH_BOX(&fastattn::poison_memory));
+  m.impl("keep_error", TORCH_BOX(&fastattn::keep_error));
 }

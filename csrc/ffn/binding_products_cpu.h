@@ -48,12 +48,12 @@ inline void* vector_if(const std::optional<Tensor>& x, const char* name, int64_t
 // x if the products can read it in place, otherwise a copy.
 inline Tensor readable(const Tensor& x) {
   const bool strided = x.dim() == 2 && (x.stride(0) == 1 || x.stride(1) == 1);
-  return strided || x.is_contiguous() ? x : torch::stable::contiguous(x);
+  return strided || x.is_contiguous() ? x : contiguous_copy(x);
 }
 
 // The same with contiguous rows.
 inline Tensor readable_rows(const Tensor& x) {
-  return x.is_contiguous() || (x.dim() == 2 && x.stride(1) == 1) ? x : torch::stable::contiguous(x);
+  return x.is_contiguous() || (x.dim() == 2 && x.stride(1) == 1) ? x : contiguous_copy(x);
 }
 
 // -- results --------------------------------------------------------------------------------------

@@ -184,7 +184,7 @@ Tensor readable_rows(const Tensor& x) {
   }
   const size_t leading = sizes.size() - 1;
   if (sizes[leading] > 1 && strides[leading] != 1) {
-    return torch::stable::contiguous(x);
+    return contiguous_copy(x);
   }
   int64_t breaks = 0, expected = -1;
   for (size_t d = leading; d-- > 0;) {
@@ -194,7 +194,7 @@ Tensor readable_rows(const Tensor& x) {
     breaks += expected >= 0 && strides[d] != expected;
     expected = strides[d] * sizes[d];
   }
-  return breaks > 1 ? torch::stable::contiguous(x) : x;
+  return breaks > 1 ? contiguous_copy(x) : x;
 }
 
 std::optional<Tensor> readable_rows(const std::optional<Tensor>& x) {

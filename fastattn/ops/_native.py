@@ -22,7 +22,7 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 # The instruction sets of csrc/cpu/dispatch.h, in its order.
 _CPU_ISAS = ("portable", "avx2", "avx512", "avx512_bf16")
 _INTERFACE = 5  # kInterface of csrc/autograd/derivative.h
-_CPU_INTERFACE = b"fastattn_cpu interface 1\0"  # in the file, by csrc/cpu/module_cpu.cpp
+_CPU_INTERFACE = b"fastattn_cpu interface 2\0"  # in the file, by csrc/cpu/module_cpu.cpp
 # What builds a library that a plain install may leave out.
 _BUILD = {
     name: f"FASTATTN_NATIVE=cpu,autograd,{name} pip install --no-build-isolation ."
@@ -66,6 +66,14 @@ def _load_failure(library: str) -> str | None:
         ]
         call_unobserved(torch.ops.fastattn_cpu.set_product_limits, limits)
     return None
+
+
+def keep_error(error: Exception) -> None:
+    """Keeps what the CPU library throws for a call that it has passed to another backend. PyTorch
+    returns from it with a number, not an exception.
+    """
+    text = str(error) if type(error) is RuntimeError else f"{type(error).__name__}: {error}"
+    call_unobserved(torch.ops.fastattn_cpu.keep_error, text)
 
 
 def call_unobserved(op: Any, *args: Any) -> Any:

@@ -24,7 +24,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import torch
 from torch import Tensor
 
-from fastattn.ops import _env, _launch, _select, _vmap
+from fastattn.ops import _env, _launch, _native, _select, _vmap
 from fastattn.ops._select import CPU_BACKEND, OPS, Backend
 
 try:
@@ -144,11 +144,7 @@ class Op:
 
         key = "CompositeExplicitAutograd"
         LIBRARY.impl(name, lambda *args: self.as_declared(self.run(args, None)), key)
-        LIBRARY.impl(
-            f"{name}.backend",
-            lambda *args: self.as_declared(self.run(args[:-1], args[-1])),
-            key,
-        )
+        LIBRARY.impl(f"{name}.backend", self._run_named, key)
         LIBRARY.impl(f"{name}.out", self._run_into, key)
         for overload, call, count in (("", self.default, None), (".backend", self.named, -1)):
             qualified = f"fastattn::{name}{overload}"
@@ -250,6 +246,15 @@ class Op:
                 with torch.cuda.device(device):
                     return _launch.run_and_record(self.name, backend, args, contiguous, run)
             return _launch.run_and_record(self.name, backend, args, contiguous, run)
+
+    def _run_named(self, *args: Any) -> Any:
+        """The kernel of `.backend`; an empty name is that of a call from the CPU library."""
+        try:
+            return self.as_declared(self.run(args[:-1], args[-1]))
+        except Exception as error:
+            if not args[-1] and _native.unavailable("cpu") is None:
+                _native.keep_error(error)
+            raise
 
     def _run_into(self, *args: Any, **results: Tensor) -> Any:
         """The kernel of `.out` for devices on which no library registers one."""

@@ -1,18 +1,17 @@
-"""Launches of Triton kernels: what the GPU's driver gets, direct launches and those by Triton's
-launcher, how often kernels are compiled, what caches keep alive. A stand-in for the driver records
-the launches; nothing runs.
+"""Launches of Triton kernels: what the GPU's driver gets, which launches Triton specialises, how
+often kernels are compiled, what caches keep alive. A stand-in for the driver records the launches;
+nothing runs.
 """
 
-import contextvars
 import ctypes
 import functools
 import gc
-import logging
 import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,7 +24,8 @@ triton = pytest.importorskip("triton")
 from triton import knobs  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia import driver as nvidia  # noqa: E402
-from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
+from triton.compiler.compiler import LazyDict  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
 
 from fastattn.ops import _triton_launch  # noqa: E402
 from fastattn.ops.attention.calls import BackwardCall, ForwardCall  # noqa: E402
@@ -58,8 +58,8 @@ pytestmark = [
         not hasattr(nvidia, "_BASE_ARGS_FORMAT"), reason="stands in for launchers of Triton 3.6"
     ),
 ]
-# Positions of the profilers' arguments among a launcher's.
-_METADATA, _HOOKS = 10, (11, 12)
+# Positions of the hooks' arguments among a launcher's, and of a kernel's first argument.
+_METADATA, _HOOKS, _FIRST = 10, (11, 12), 13
 
 
 class _Launcher(nvidia.CudaLauncher):
@@ -128,7 +128,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]
         value
         for module in (forward, bwd_bind, tiles, mask_lists, base_tiles, steps, norms)
         for value in vars(module).values()
-        if isinstance(value, triton.runtime.jit.JITFunction)
+        if isinstance(value, JITFunction)
     ]
 
     def forget() -> None:
@@ -136,7 +136,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]
             plans._plans.clear()
         norms._forward_plans.clear()
         norms._backward_plans.clear()
-        _triton_launch._warn_indirect.cache_clear()
         _cuda_driver._thread.__dict__.clear()
         for kernel in kernels:
             kernel.device_caches.clear()
@@ -187,14 +186,10 @@ class _Call:
 
 
 _FEATURES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "causal": {"causal": 2},
     "mask": {"mask": torch.ones(1, 1, 256, 256, dtype=torch.bool)},
-    "dropout": {"dropout_p": 0.5},
     "dropout of a part": {"dropout_p": 0.5, "origin": (1, 2, 16, 32)},
-    "padded": {"D": 80},
+    "padded": {"D": 80, "causal": 2},
     "lengths": {"lengths": ("keys", "queries"), "causal": 3},
-    "key lengths": {"lengths": ("keys",)},
 }
 
 
@@ -245,51 +240,41 @@ def _maker(name: str) -> Callable[[int], Callable[[], None]]:
     return lambda n: _Call(**_FEATURES[name])
 
 
-def _address(x: Any) -> Any:
-    """Of a tensor, also in a tuple."""
-    if isinstance(x, Tensor):
-        return x.data_ptr()
-    return tuple(map(_address, x)) if isinstance(x, tuple) else x
-
-
 @pytest.mark.parametrize("name", [*_FEATURES, "norms", "products"])
-def test_direct_launches_pass_what_triton_passes(
-    name: str, launches: list[tuple[Any, ...]]
-) -> None:
-    """The C function gets the same arguments, also for other tensors than the first."""
+def test_bound_launches_pass_what_triton_passes(name: str, launches: list[tuple[Any, ...]]) -> None:
+    """The driver gets the same arguments, also for other tensors than the first."""
     make = _maker(name)
-    make(3)()  # Triton launches a kernel first
+    make(3)()  # binds the kernels
     count = len(launches)
     call = make(5)
-    call()
-    # With a profiler's hook Triton launches.
+    assert not _specialised(call)
     seen: list[Any] = []
     hook = knobs.runtime.launch_enter_hook
     hook.add(seen.append)
     try:
-        call()
+        assert _specialised(call) == count
     finally:
         hook.remove(seen.append)
-    direct, by_triton = launches[count : 2 * count], launches[2 * count :]
-    assert len(direct) == len(by_triton) == len(seen) == count >= 2
-    for a, b in zip(direct, by_triton, strict=True):
-        assert all(a[at] is None for at in (_METADATA, *_HOOKS))
-        assert a[3] == 43  # the stream of the device
-        x, y = (list(map(_address, launch)) for launch in (a, b))
-        for at in (_METADATA, *_HOOKS):
-            y[at] = None
-        assert x == y
-    assert name == "norms" or any("descriptor" in str(launch) for launch in direct)
+    bound, by_triton = launches[count : 2 * count], launches[2 * count :]
+    assert len(bound) == len(by_triton) == len(seen) == count >= 2
+    for a, b in zip(bound, by_triton, strict=True):
+        assert a[3] == a[_METADATA].get()["stream"] == 43  # of the device
+        assert _comparable(a) == _comparable(b)
+    assert name == "norms" or any("descriptor" in str(launch) for launch in bound)
 
 
-def _launches_directly(call: Callable[[], None], launches: list[tuple[Any, ...]]) -> bool:
-    """Whether the C function gets addresses: Triton's launcher passes tensors and descriptors."""
-    start = len(launches)
-    call()
-    assert len(launches) > start
-    passed = [x for launch in launches[start:] for x in launch[_HOOKS[1] + 1 :]]
-    kinds = {type(y) for x in passed for y in (x if isinstance(x, tuple) else (x,))}
-    return not kinds & {Tensor, TensorDescriptor}
+def _comparable(x: Any) -> Any:
+    """A launch's arguments, also in tuples: tensors as addresses, metadata as its values."""
+    if isinstance(x, tuple):
+        return tuple(map(_comparable, x))
+    return x.data_ptr() if isinstance(x, Tensor) else x.get() if isinstance(x, LazyDict) else x
+
+
+def _specialised(call: Callable[[], None]) -> int:
+    """The number of launches of a call whose specialisation Triton looks up."""
+    with mock.patch.object(JITFunction, "run", autospec=True, side_effect=JITFunction.run) as run:
+        call()
+    return run.call_count
 
 
 def test_hooks_at_the_first_launch_do_not_affect_later_ones(
@@ -301,80 +286,20 @@ def test_hooks_at_the_first_launch_do_not_affect_later_ones(
     hook.add(seen.append)
     try:
         call()
-        assert not _launches_directly(call, launches)
+        count = len(launches)
+        assert _specialised(call) == count
     finally:
         hook.remove(seen.append)
-    assert len(seen) == len(launches)
-    assert not _launches_directly(call, launches)  # bound here
-    assert _launches_directly(call, launches)
+    assert len(seen) == len(launches) == 2 * count
+    assert _specialised(call) == count  # bound here
+    assert not _specialised(call)
     hook.add(seen.append)
     try:
-        assert not _launches_directly(call, launches)
+        assert _specialised(call) == count
     finally:
         hook.remove(seen.append)
-    assert _launches_directly(call, launches)
-
-
-class _OtherLauncher(_Launcher):
-    """Passes a kernel's arguments as one tuple."""
-
-    def __init__(self, source: Any, metadata: Any):
-        super().__init__(source, metadata)
-        self.launch = self._note
-
-    def __call__(self, *args: Any) -> None:
-        self.launch(
-            *args[:5], self.launch_cooperative_grid, self.launch_pdl, *args[5:9], None, None,
-            args[9:],
-        )  # fmt: skip
-
-
-@pytest.mark.parametrize("change", ["arguments", "names"])
-def test_unexpected_launchers_launch_by_themselves(
-    change: str,
-    launches: list[tuple[Any, ...]],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """One warning is logged, however many kernels there are."""
-    if change == "arguments":
-        monkeypatch.setattr(_Driver, "launcher_cls", _OtherLauncher)
-    else:
-        monkeypatch.delattr(nvidia, "wrap_handle_tensordesc")
-    calls = _Call(), _Norms(48)
-    with caplog.at_level(logging.WARNING, "fastattn"):
-        for call in (*calls, *calls):
-            assert not _launches_directly(call, launches)
-    [line] = caplog.messages
-    assert line.startswith("this version of Triton has an unexpected launcher")
-
-
-class _ScratchLauncher(_Launcher):
-    """For kernels with scratch memory."""
-
-    def __init__(self, source: Any, metadata: Any):
-        super().__init__(source, metadata)
-        self.global_scratch_size = 64
-
-
-def test_triton_launches_kernels_with_scratch_memory(
-    launches: list[tuple[Any, ...]],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Without a warning."""
-    monkeypatch.setattr(_Driver, "launcher_cls", _ScratchLauncher)
-    scratch, call = torch.empty(64), _Norms(48)
-
-    def launch() -> None:
-        triton.set_allocator(lambda *args: scratch)
-        with caplog.at_level(logging.WARNING, "fastattn"):
-            for _ in range(2):
-                assert not _launches_directly(call, launches)
-
-    contextvars.copy_context().run(launch)
-    assert all(any(x is scratch for x in launch) for launch in launches)
-    assert not caplog.messages
+    assert not _specialised(call)
+    assert len(seen) == 3 * count and len(launches) == 6 * count
 
 
 class _Libcuda:
@@ -455,14 +380,12 @@ def test_rows_and_dropout_change_without_compilation(launches: list[tuple[Any, .
     _Norms(48)()
     plans = list(norms._forward_plans.values())
     call = _Norms(64)
-    assert _launches_directly(call, launches)
+    assert not _specialised(call)
     assert list(norms._forward_plans.values()) == plans
     add, *results = call.add
     norms.add_layer_norm_fwd(add._replace(dropout_p=0.5), *results)
-    threshold, keep_factor = launches[-1][_HOOKS[1] + 13 : _HOOKS[1] + 15]
-    assert (threshold, keep_factor) == (128, 2.0) and launches[-1][
-        _HOOKS[1] + 1
-    ] == add.x.data_ptr()
+    assert launches[-1][_FIRST + 12 : _FIRST + 14] == (128, 2.0)  # the threshold, 1 / (1 - p)
+    assert launches[-1][_FIRST] is add.x
 
 
 def test_unaligned_addresses_are_launched_by_triton(launches: list[tuple[Any, ...]]) -> None:
@@ -602,7 +525,7 @@ def test_unaligned_addresses_have_their_own_kernel(
         functools.partial(norms.rms_norm_fwd, RmsNormCall(x, None, 1e-5), x, row) for x in rows
     ]
     calls[0]()
-    assert [_launches_directly(calls[n], launches) for n in (0, 1, 0)] == [True, False, True]
+    assert [_specialised(calls[n]) for n in (0, 1, 0)] == [0, 1, 0]
 
 
 def test_products_of_unaligned_tensors_have_no_descriptors(launches: list[tuple[Any, ...]]) -> None:
@@ -617,12 +540,11 @@ def test_products_of_unaligned_tensors_have_no_descriptors(launches: list[tuple[
 def test_parameters_may_be_absent(launches: list[tuple[Any, ...]]) -> None:
     """Each combination of parameters launches the kernel that was compiled for it."""
     x, w, row = torch.empty(48, 512), torch.empty(512), torch.empty(48)
-    first = _HOOKS[1] + 4  # behind x, residual and x_bias
+    first = _FIRST + 3  # behind x, residual and x_bias
     for parameters in 2 * ((w, w), (w, None), (None, w)):
         norms.layer_norm_fwd(LayerNormCall(x, *parameters, 1e-5), x, row, row)
         passed = launches[-1][first : first + 2]
-        addresses = [y.data_ptr() if isinstance(y, Tensor) else y for y in passed]
-        assert addresses == [None if p is None else p.data_ptr() for p in parameters]
+        assert all(given is p for given, p in zip(passed, parameters, strict=True))
 
 
 def test_descriptors_have_the_rows_of_their_call(launches: list[tuple[Any, ...]]) -> None:

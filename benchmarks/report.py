@@ -461,11 +461,12 @@ def write(results: Sequence[Row], folder: Path) -> Path:
     return path
 
 
-def write_html(results: Sequence[Row], path: Path) -> Path:
-    """Everything in one file."""
+def write_html(results: Sequence[Row], path: Path, before: Sequence[Block] = ()) -> Path:
+    """Everything in one file, behind the blocks `before`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        path.write_text(to_html(blocks(results, Path(folder))))
+        found = blocks(results, Path(folder)) if results else []
+        path.write_text(to_html([*before, *found]))
     return path
 
 

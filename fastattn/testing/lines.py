@@ -17,6 +17,10 @@ from fastattn.ops import _verified
 # options end with 2.
 CANNOT_RUN = 3
 T = TypeVar("T")
+_CASE = (
+    "primitive", "instance", "op", "backend", "direction", "workload", "dtype", "impl", "sample",
+    "task", "config",
+)  # fmt: skip
 
 
 def applies_to(device: torch.device, backend: str) -> str:
@@ -61,3 +65,24 @@ def read_as(kind: Callable[..., T], path: Path) -> Iterator[T]:
                 f"{', '.join(fields)}"
             ) from None
         yield row
+
+
+def current(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file that count: of the newest kernels, the last of each result, and that a
+    case was skipped only if no later run reached it.
+    """
+    found = list(read(path))
+    newest = {row.get("backend"): row.get("applies_to") for row in found}
+    cases: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in found:
+        if row.get("applies_to") == newest[row.get("backend")]:
+            results = cases.setdefault(case(row), {})
+            results.pop("skipped", None)
+            skipped = row["status"] == "skipped"
+            results["skipped" if skipped else f"{row.get('result')} {row.get('kind')}"] = row
+    return [row for results in cases.values() for row in results.values()]
+
+
+def case(row: Mapping[str, Any]) -> str:
+    """The fields of a row that name what was run."""
+    return " ".join(str(row[field]) for field in _CASE if row.get(field))

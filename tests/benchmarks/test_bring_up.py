@@ -1,13 +1,13 @@
 """The stages of `make gpu`: limits, crashes, interrupts, and which rows of theirs count."""
 
-import json
-import os
+import argparse
+import importlib
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,10 @@ import pytest
 import torch
 from subprocesses import environment
 
-from benchmarks import bring_up, bring_up_report, rows, run, tune
-from benchmarks.bring_up import Settings, Stage
-from benchmarks.bring_up_rows import BRING_UP, FILES, count_rows, stage_rows
-from benchmarks.report import Heading, Text
+from benchmarks import bring_up, rows
 from fastattn import cli
 from fastattn.ops import _env, _verified
-from fastattn.testing import instances, lines
+from fastattn.testing import lines
 
 # Stages that behave as named.
 SCRIPTS = {
@@ -38,16 +35,31 @@ SCRIPTS = {
 }
 
 
-def _stage(name: str, behaviour: str, seconds: float = 60.0) -> Stage:
-    def command(settings: Settings, seconds: float) -> list[str]:
-        return ["-c", SCRIPTS[behaviour].replace("{out}", str(settings.out))]
+def replace_stages(**behaviours: str) -> None:
+    """Gives the stages these commands, and passing ones to the others."""
 
-    needs_gpu = name in ("primitives", "check")
-    return Stage(name, f"A stage that {behaviour}", seconds, seconds, command, needs_gpu)
+    def command(stage: str, o: argparse.Namespace, seconds: float) -> list[str]:
+        return ["-c", SCRIPTS[behaviours.get(stage, "passes")].replace("{out}", str(o.out))]
+
+    bring_up.command = command
 
 
-def _rows(out: Path) -> list[dict[str, Any]]:
-    return list(lines.read(out / BRING_UP))
+@pytest.fixture
+def stages(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """replace_stages, until the end of the test."""
+    monkeypatch.setattr(bring_up, "command", bring_up.command)
+    monkeypatch.setattr(bring_up, "GRACE_S", 1.0)
+    return replace_stages
+
+
+def _main(out: Path, *arguments: str) -> int:
+    return bring_up.main(["--device=cpu", "--out", str(out), *arguments])
+
+
+def _ended(out: Path) -> dict[str, tuple[str, str]]:
+    """Status and message of the last run of each stage."""
+    found = lines.read(out / "bring_up.jsonl")
+    return {row["stage"]: (row["status"], row["message"]) for row in found}
 
 
 def _is_running(pid: int) -> bool:
@@ -66,82 +78,66 @@ def _wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
 
 
 def test_a_stage_that_fails_does_not_stop_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, stages: Callable[..., None]
 ) -> None:
-    here = Settings("cpu", tmp_path, False)
-    behaviours = ("crashes", "fails", "refuses", "hangs", "passes")
-    stages = [
-        _stage(name, behaviour, 0.5 if behaviour == "hangs" else 60.0)
-        for name, behaviour in zip(FILES, behaviours, strict=False)
-    ]
-    monkeypatch.setattr(bring_up, "STAGES", stages)
-    monkeypatch.setattr(bring_up, "_GRACE_S", 0.5)
-    assert bring_up.main(["--device=cpu", "--out", str(tmp_path)]) == 1
-    assert bring_up.run_stage(_stage("tune", "refuses"), here, 9.0)["status"] == "FAIL"
-    wrong = bring_up.run_stage(_stage("check", "has_wrong_options"), here, 9.0)
-    assert (wrong["status"], wrong["message"]) == ("FAIL", "ended with exit code 2")
-    *found, refused, _ = _rows(tmp_path)
-    assert refused["message"] == "ended with exit code 3"
-    assert [(row["stage"], row["status"]) for row in found] == [
-        ("primitives", "FAIL"), ("instances", "FAIL"), ("check", "refused"),
-        ("tune", "unfinished"), ("benchmarks", "ok"),
-    ]  # fmt: skip
-    assert found[0]["message"] == "ended with SIGSEGV"
-    assert "was still running" in found[3]["message"]
+    behaviours = ("refuses", "crashes", "fails", "hangs", "has_wrong_options")
+    stages(**dict(zip(bring_up.STAGES, behaviours, strict=False)))
+    assert _main(tmp_path, "--budget=tune=1") == 1
+    late = "was still running 1 s after its limit; the same command continues"
+    assert _ended(tmp_path) == {
+        "primitives": ("refused", ""),
+        "instances": ("FAIL", "ended with SIGSEGV"),
+        "check": ("FAIL", ""),
+        "tune": ("unfinished", late),
+        "benchmarks": ("FAIL", "ended with code 2"),
+        "report": ("ok", ""),
+    }
     assert _wait_for(lambda: not _is_running(int((tmp_path / "started").read_text())))
-    printed = capsys.readouterr().out
-    assert "The same command continues what is unfinished." in printed
+    stages()
+    assert _main(tmp_path, "--stage=tune", "--stage=check") == 0
+    assert [row["stage"] for row in lines.read(tmp_path / "bring_up.jsonl")][6:] == [
+        "check",
+        "tune",
+    ]
 
-    only = ["--stage", "check", "--stage", "benchmarks"]
-    assert bring_up.main(["--device=cpu", "--out", str(tmp_path), *only]) == 0
-    assert len(_rows(tmp_path)) == 9
 
-
-def test_the_total_time_leaves_out_stages_but_the_report(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stages = [_stage(name, "passes") for name in ("primitives", "check", "report")]
-    monkeypatch.setattr(bring_up, "STAGES", stages)
-    assert bring_up.main(["--device=cpu", "--out", str(tmp_path), "--seconds=10"]) == 1
-    found = [(row["stage"], row["status"]) for row in _rows(tmp_path)]
-    assert found == [("primitives", "unfinished"), ("check", "unfinished"), ("report", "ok")]
-    arguments = ["--device=cpu", "--out", str(tmp_path), "--seconds=50", "--budget=check=30"]
-    assert bring_up.main(arguments) == 0
-    limits = {row["stage"]: row["limit_s"] for row in _rows(tmp_path)[3:]}
-    assert limits["check"] == 30.0 and limits["report"] == 60.0 and limits["primitives"] <= 50.0
+def test_limits(tmp_path: Path, stages: Callable[..., None]) -> None:
+    stages()
+    assert _main(tmp_path, "--quick", "--budget=check=30") == 0
+    limits = {row["stage"]: row["limit_s"] for row in lines.read(tmp_path / "bring_up.jsonl")}
+    assert limits == {stage: quick for stage, (_, quick) in bring_up.STAGES.items()} | {"check": 30}
+    for wrong in ("chek=3", "check", "check=3m"):
+        with pytest.raises(SystemExit):
+            _main(tmp_path, f"--budget={wrong}")
 
 
 def test_a_stage_that_left_cases_out_is_unfinished(tmp_path: Path) -> None:
-    """Until a run reaches them. A run that reaches none exits with 1, as one that raises an error
-    does. Benchmarks never reach all of them.
-    """
-    here, file = Settings("cpu", tmp_path, False), tmp_path / FILES["instances"]
-    stage = replace(_stage("instances", "passes"), reaches_all=True)
-    row = {"instance": "a", "backend": "cpu", "status": "skipped", "message": ""}
-    lines.append(file, [row])
-    fails = replace(_stage("instances", "fails"), reaches_all=True)
-    assert bring_up.run_stage(fails, here, 9.0)["status"] == "unfinished"
-    lines.append(file, [row | {"instance": "b", "status": "ok"}])
-    assert bring_up.run_stage(fails, here, 9.0)["status"] == "FAIL"
-    found = bring_up.run_stage(stage, here, 9.0)
-    assert (found["status"], found["message"]) == ("unfinished", "1 skipped, 1 ok")
-    lines.append(file, [row | {"status": "ok"}])
-    found = bring_up.run_stage(stage, here, 9.0)
-    assert (found["status"], found["message"]) == ("ok", "2 ok")
-    lines.append(file, [row | {"status": "FAIL"}, row | {"instance": "c"}])
-    assert bring_up.run_stage(fails, here, 9.0)["status"] == "FAIL"
-    skipped = {"op": "ffn", "impl": "eager", "status": "skipped"}
-    lines.append(tmp_path / FILES["benchmarks"], [skipped])
-    assert bring_up.run_stage(_stage("benchmarks", "passes"), here, 9.0)["status"] == "ok"
+    """Until a run reaches them; benchmarks never reach all."""
+    file = tmp_path / "instances.jsonl"
+
+    def outcome(code: int, *found: tuple[str, str]) -> tuple[str, str]:
+        row = {"backend": "cpu", "message": ""}
+        lines.append(file, [row | {"instance": name, "status": status} for name, status in found])
+        return bring_up.outcome("instances", tmp_path, code)
+
+    # A run that reaches no case exits with 1.
+    assert outcome(1, ("a", "skipped")) == ("unfinished", "1 skipped; the same command continues")
+    assert outcome(0, ("b", "ok"))[0] == "unfinished"
+    assert outcome(1)[0] == "FAIL"  # an error
+    assert outcome(0, ("a", "ok")) == ("ok", "2 ok")
+    assert outcome(1)[0] == "FAIL"
+    assert outcome(1, ("a", "FAIL"), ("c", "skipped")) == ("FAIL", "1 FAIL, 1 ok, 1 skipped")
+    assert outcome(3) == ("FAIL", "ended with code 3")  # some backend runs on every device
+    lines.append(tmp_path / "results.jsonl", [{"op": "ffn", "status": "skipped"}])
+    assert bring_up.outcome("benchmarks", tmp_path, 0)[0] == "ok"
 
 
 INTERRUPTED = """
 import sys
 sys.path[:0] = {folders!r}
 import test_bring_up
-from benchmarks import bring_up
-bring_up.STAGES = [test_bring_up._stage("check", "hangs"), test_bring_up._stage("tune", "passes")]
-sys.exit(bring_up.main(["--device=cpu", "--out", {out!r}]))
+test_bring_up.replace_stages(check="hangs")
+sys.exit(test_bring_up.bring_up.main(["--device=cpu", "--out", {out!r}, "--stage=check"]))
 """
 
 
@@ -159,35 +155,26 @@ def test_an_interrupt_ends_the_stage_and_says_how_to_continue(
     assert _wait_for(lambda: (tmp_path / "started").read_text() != "")
     process.send_signal(number)
     said = process.communicate(timeout=60)[0]
-    assert process.returncode == 128 + number
-    assert f"interrupted by {number.name}; the same command continues" in said
-    (row,) = _rows(tmp_path)
-    assert (row["stage"], row["status"]) == ("check", "unfinished")
-    assert row["message"] == f"was interrupted by {number.name}"
+    assert process.returncode == 130
+    assert "was interrupted; the same command continues" in said
+    assert _ended(tmp_path)["check"][0] == "unfinished"
     assert _wait_for(lambda: not _is_running(int((tmp_path / "started").read_text())))
 
 
 def test_the_stages_are_commands_that_exist(tmp_path: Path) -> None:
     """Each with its rows in its file; the whole suite is recorded on a GPU only."""
-    commands = {
-        (stage.name, device, quick): stage.command(Settings(device, tmp_path, quick), 77.0)
-        for stage in bring_up.STAGES
-        for device in ("cpu", "cuda")
-        for quick in (False, True)
-    }
-    assert tuple(stage.name for stage in bring_up.STAGES) == tuple(FILES)
-    for (name, device, _), command in commands.items():
-        assert str(tmp_path) in " ".join(command)
-        assert name == "report" or {"--resume", "--seconds=77"} <= set(command)
-        arguments = command[2:]
-        if device == "cuda":  # each command knows the options
-            if name == "check":
-                cli.make_parser(arguments).parse_args(["check", "--device=cpu", *arguments[3:]])
-            elif name in ("instances", "tune", "benchmarks"):
-                main = {"instances": instances, "tune": tune, "benchmarks": run}[name].main
-                of_gpu = ["--arch=sm_90"] if name == "tune" else []
-                assert main([*arguments, *of_gpu, "--list"]) == 0
-    recorded = [key for key, command in commands.items() if "--record" in command]
+    recorded = []
+    for stage, device, quick in product(bring_up.STAGES, ("cpu", "cuda"), (False, True)):
+        options = argparse.Namespace(device=device, out=tmp_path, quick=quick)
+        _, module, *arguments = bring_up.command(stage, options, 77.0)
+        assert str(tmp_path) in " ".join(arguments)
+        assert stage == "report" or {"--resume", "--seconds=77"} <= set(arguments)
+        recorded += [(stage, device, quick)] * ("--record" in arguments)
+        if stage == "check":
+            cli.make_parser(arguments).parse_args(["check", "--device=cpu", *arguments[2:]])
+        elif stage in ("instances", "tune", "benchmarks"):
+            of_gpu = ["--arch=sm_90"] if stage == "tune" else []
+            assert importlib.import_module(module).main([*arguments, *of_gpu, "--list"]) == 0
     assert recorded == [("check", "cuda", False)]
 
 
@@ -197,83 +184,77 @@ def _row(**fields: Any) -> dict[str, Any]:
 
 def test_rows_that_count(tmp_path: Path) -> None:
     """Those of the newest kernels; of a case that was skipped, what a later run found."""
-    file = tmp_path / FILES["instances"]
+    file = tmp_path / "instances.jsonl"
     for applies_to, instance, status in (
         ("old", "a", "FAIL"), ("old", "b", "FAIL"), ("new", "b", "skipped"),
         ("new", "c", "skipped"), ("new", "d", "FAIL"), ("new", "b", "ok"),
     ):  # fmt: skip
         row = _row(backend="sm90", applies_to=applies_to, instance=instance, status=status)
         lines.append(file, [row])
-    for why in ("no GPU", "no GPU", "other"):
-        lines.append(file, [_row(backend="triton", instance="all", status="refused", message=why)])
+    for _ in range(2):
+        lines.append(file, [_row(backend="triton", instance="all", status="refused")])
     with file.open("a") as torn:
         torn.write('{"instance": "d", "stat')
-    found = {(row["instance"], row["status"]) for row in stage_rows(tmp_path, "instances")}
-    assert found == {("b", "ok"), ("c", "skipped"), ("d", "FAIL"), ("all", "refused")}
-    assert count_rows(tmp_path, "instances")["refused"] == 2
+    found = [(row["instance"], row["status"]) for row in lines.current(file)]
+    assert found == [("b", "ok"), ("c", "skipped"), ("d", "FAIL"), ("all", "refused")]
 
     sample = dict(op="ffn", backend="cpu", dtype="fp32", sample="relu")
+    file = tmp_path / "check.jsonl"
     for result, status in (("all", "skipped"), ("y", "ok"), ("dx", "FAIL")):
-        lines.append(tmp_path / FILES["check"], [_row(**sample, result=result, status=status)])
-    assert count_rows(tmp_path, "check") == {"ok": 1, "FAIL": 1}
-    assert count_rows(tmp_path, "tune") == {}
+        lines.append(file, [_row(**sample, result=result, status=status)])
+    assert [row["status"] for row in lines.current(file)] == ["ok", "FAIL"]
+    assert lines.current(tmp_path / "tune.jsonl") == []
 
 
-def test_the_report_names_failures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    failed = _row(backend="sm90", instance="attention_fwd_sm90_bf16_d64_full", status="FAIL")
-    lines.append(tmp_path / FILES["instances"], [failed | {"message": "was still running"}])
-    refused = _row(primitive="all", status="refused", message="there is no CUDA GPU")
-    lines.append(tmp_path / FILES["primitives"], [refused])
-    task = {"op": "layer_norm", "rows": 8, "N": 64}
-    for ms, config in ((2.0, "ships"), (1.0, "fastest")):
-        row = _row(task=task, config=config, status="ok", ms=ms, rate=8 / ms, unit="GB/s")
-        lines.append(tmp_path / FILES["tune"], [row])
-    stage = {"stage": "instances", "status": "FAIL", "seconds": 12.3}
-    lines.append(tmp_path / BRING_UP, [stage])
-    assert bring_up_report.main([str(tmp_path), "--device=cpu"]) == 0
-    page = (tmp_path / "report.html").read_text()
-    assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
-    assert "<b>attention_fwd_sm90_bf16_d64_full</b> was still running" in page
-    assert "there is no CUDA GPU" in page
-    assert "<td>instances</td><td>FAIL</td><td>0</td><td>1</td><td>0</td><td>0</td><td>12" in page
-    assert "<td>layer_norm 8 64, GB/s</td><td>4</td><td>8</td><td></td><td>fastest</td>" in page
-    assert not list(tmp_path.glob("*.part"))
-
-
-def test_the_report_tells_what_is_chosen_on_a_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    record = tmp_path / "cache.json"
-    record.write_text('{"passed": []}')
-    (out := tmp_path / "out").mkdir()
-    monkeypatch.setenv(_env.RECORD_VARIABLE, str(record))
+    failed = _row(backend="sm90", instance="attention_fwd_sm90_bf16_d64_full", status="FAIL")
+    lines.append(tmp_path / "instances.jsonl", [failed | {"message": "was still\nrunning"}])
+    task = _row(task={"op": "layer_norm", "rows": 8}, config={"ROWS": 4}, status="wrong")
+    lines.append(tmp_path / "tune.jsonl", [task, task | {"config": {"ROWS": 2}, "status": "ok"}])
+    stage = {"stage": "instances", "status": "FAIL", "message": "1 FAIL", "seconds": 12.3}
+    lines.append(tmp_path / "bring_up.jsonl", [stage])
+    (cache := tmp_path / "cache.json").write_text('{"passed": []}')
+    monkeypatch.setenv(_env.RECORD_VARIABLE, str(cache))
+    assert _main(tmp_path, "--stage=report") == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert "<b>attention_fwd_sm90_bf16_d64_full sm90</b> was still running" in page
+    assert page.count("layer_norm") == 1 and "ROWS&#x27;: 4" in page
+    assert "<td>instances</td><td>FAIL</td><td>1 FAIL</td><td>12.3</td>" in page
+    assert "Chosen" not in page and not (tmp_path / "verified.json").exists()
+
+    monkeypatch.setattr(_env, "default_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(_env, "device_name", lambda device: f"a {device}")
     kernels = {("ffn", "triton", "bfloat16"), ("attention", "sm90", "float16")}
     monkeypatch.setattr(_verified, "passed", lambda device: frozenset(kernels))
-    heading, text = bring_up_report.verified(torch.device("cuda"), out)
-    assert heading == Heading(2, "Chosen automatically from now on")
-    assert text == Text("- attention by sm90 in float16\n- ffn by triton in bfloat16")
-    assert (out / "verified.json").read_text() == record.read_text()
+    assert bring_up.main(["--out", str(tmp_path), "--stage=report"]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "Bringing up a cuda" in page
+    assert "<li>attention sm90 float16</li><li>ffn triton bfloat16</li>" in page
+    assert (tmp_path / "verified.json").read_text() == cache.read_text()
 
 
 @pytest.mark.slow
 def test_rehearsal_on_a_cpu(tmp_path: Path) -> None:
     """All stages, in a few seconds each, and again: nothing finished is repeated."""
     command = [sys.executable, "-m", "benchmarks.bring_up", "--device=cpu", "--quick"]
-    command += ["--out", str(tmp_path), "--seconds=300"]
-    for name in FILES:
-        command.append(f"--budget={name}={60 if name == 'report' else 15}")
-    counts = []
+    command += ["--out", str(tmp_path), "--budget=report=60"]
+    command += [f"--budget={stage}=15" for stage in ("instances", "check", "benchmarks")]
+    passed = {stage: 0 for stage in ("instances", "check", "benchmarks")}
     for _ in range(2):
         done = subprocess.run(
             command, cwd=rows.ROOT, env=environment(), capture_output=True, text=True
         )
-        found = {row["stage"]: row["status"] for row in _rows(tmp_path)}
+        found = {stage: status for stage, (status, _) in _ended(tmp_path).items()}
         assert found["primitives"] == found["tune"] == "refused", done.stdout + done.stderr
         assert found["report"] == "ok" and "FAIL" not in found.values(), done.stdout + done.stderr
-        counts.append({name: count_rows(tmp_path, name)["ok"] for name in FILES})
-        assert counts[-1]["instances"] and counts[-1]["check"] and counts[-1]["benchmarks"]
-    assert all(counts[1][name] >= counts[0][name] for name in FILES)
-    ran = [json.loads(line) for line in (tmp_path / FILES["instances"]).read_text().splitlines()]
+        for stage, before in passed.items():
+            rows_now = lines.current(bring_up.rows_file(stage, tmp_path))
+            passed[stage] = sum(row["status"] == "ok" for row in rows_now)
+            assert passed[stage] >= max(before, 1), done.stdout + done.stderr
+    ran = list(lines.read(tmp_path / "instances.jsonl"))
     names = [row["instance"] for row in ran if row["status"] == "ok"]
     assert len(names) == len(set(names))
-    assert os.path.getsize(tmp_path / "report.html") > 1000
+    assert (tmp_path / "report.html").stat().st_size > 1000

@@ -68,14 +68,6 @@ def _load_failure(library: str) -> str | None:
     return None
 
 
-def keep_error(error: Exception) -> None:
-    """Keeps what the CPU library throws for a call that it has passed to another backend. PyTorch
-    returns from it with a number, not an exception.
-    """
-    text = str(error) if type(error) is RuntimeError else f"{type(error).__name__}: {error}"
-    call_unobserved(torch.ops.fastattn_cpu.keep_error, text)
-
-
 def call_unobserved(op: Any, *args: Any) -> Any:
     """Calls an op that takes and returns no tensors, so that dispatch modes, functorch transforms
     and tracers do not see the call.

@@ -24,7 +24,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import torch
 from torch import Tensor
 
-from fastattn.ops import _env, _launch, _native, _select, _vmap
+from fastattn.ops import _env, _launch, _select, _vmap
 from fastattn.ops._select import CPU_BACKEND, OPS, Backend
 
 try:
@@ -252,8 +252,11 @@ class Op:
         try:
             return self.as_declared(self.run(args[:-1], args[-1]))
         except Exception as error:
-            if not args[-1] and _native.unavailable("cpu") is None:
-                _native.keep_error(error)
+            if not args[-1] and hasattr(torch.ops.fastattn_cpu, "keep_error"):
+                # The library throws this text: PyTorch returns to it with a number.
+                kind = type(error)
+                prefix = "" if kind is RuntimeError else f"{kind.__name__}: "
+                torch.ops.fastattn_cpu.keep_error(f"{prefix}{error}")
             raise
 
     def _run_into(self, *args: Any, **results: Tensor) -> Any:

@@ -53,7 +53,7 @@ def attention(**inputs: Any) -> Any:
 # weights of the backward from it. And samples of scores above 1e8, which may overflow in exp2.
 _LARGE_LSE = frozenset((
     "bias_padding", "bias_padding_1e10", "bias_padding_dropout", "add_1e9", "add_min",
-    "add_high", "add_one_query",
+    "add_high", "add_one_query", "huge_logits", "huge_logits_single",
 ))  # fmt: skip
 _LARGE_SCORES = frozenset(("exact_1e9", "exact_1e10"))
 

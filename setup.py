@@ -13,6 +13,8 @@ FASTATTN_NATIVE=0: build nothing native.
 FASTATTN_NATIVE=cpu or cpu,sm90: build exactly these, or fail.
 FASTATTN_SANITIZE=address,undefined: g++'s sanitizers in the C++ code, for tests; their objects go
 to --build-temp and the library needs libasan preloaded.
+FASTATTN_TRIALS=ffn_loop: what TRIALS has by this name instead of kernels that have passed on a GPU;
+their objects go to --build-temp.
 """
 
 from __future__ import annotations
@@ -201,6 +203,11 @@ INSTANCES = {
 }
 
 
+# GPU kernels that have passed in the simulator only. A library is built with those that have passed
+# on a GPU; FASTATTN_TRIALS names what takes their place, so that a GPU run can judge both.
+TRIALS = ("ffn_loop",)
+
+
 # Instances that differ in this macro alone are compiled together: for a single one, about half of
 # the time goes to the headers. (CPU seconds of the 13 variants of attention_fwd_sm90_bf16_d128,
 # CUDA 13.0 on an AMD EPYC: 17 together, 2.5 for each one alone.)
@@ -372,6 +379,14 @@ def sanitizers(value: str | None) -> list[str]:
     return [*SANITIZER_FLAGS, f"-fsanitize={value}"] if value else []
 
 
+def trial_flags(value: str | None) -> list[str]:
+    """Flags for nvcc that FASTATTN_TRIALS, a comma-separated list, asks for."""
+    names = value.split(",") if value else []
+    if unknown := [name for name in names if name not in TRIALS]:
+        raise SystemExit(f"FASTATTN_TRIALS must name some of {', '.join(TRIALS)}, got {unknown}")
+    return [f"-DFASTATTN_TRIAL_{name.upper()}" for name in names]
+
+
 # -- commands -------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Step:
@@ -390,9 +405,10 @@ def library_steps(
     csrc: Path = CSRC,
     objects: Path = OBJECTS,
     sanitize: Sequence[str] = (),
+    trials: Sequence[str] = (),
 ) -> list[Step]:
     """Compile every source, or the instances of it, then link (the last step). sanitize: further
-    flags for C++.
+    flags for C++. trials: for nvcc.
     """
     assert tools.torch and tools.cxx
     cuda = tools.cuda or Path()  # read only where the library has architectures
@@ -418,7 +434,8 @@ def library_steps(
                     flags = tuple(flag for flag in flags if not flag.startswith(_TOGETHER))
                 compiler.append(str(log_of(output)))
                 compiler += [str(cuda / "bin" / "nvcc"), "-ccbin", tools.cxx, *NVCC_FLAGS]
-                compiler += [f"-gencode={a}" for a in library.architectures] + ["-MD", *flags]
+                compiler += [f"-gencode={a}" for a in library.architectures]
+                compiler += ["-MD", *flags, *trials]
             else:
                 # Messages show paths relative to csrc or torch, without this machine's folders.
                 prefixes = [f"-ffile-prefix-map={root}/=" for root in (csrc, tools.torch)]
@@ -554,14 +571,16 @@ class BuildNative(build_ext):
     def build_extensions(self) -> None:
         tools = Tools.found()
         sanitize = sanitizers(os.environ.get("FASTATTN_SANITIZE"))
-        objects = Path(self.build_temp).resolve() if sanitize else OBJECTS
+        trials = trial_flags(os.environ.get("FASTATTN_TRIALS"))
+        objects = Path(self.build_temp).resolve() if sanitize or trials else OBJECTS
         for extension in self.extensions:
             found = re.fullmatch(r"fastattn\._C_([a-z0-9]+)\w*", extension.name)
             name = found[1] if found else "host"
             if name == "host":
                 steps = host_steps(tools, objects)
             else:
-                steps = library_steps(LIBRARIES[name], tools, objects=objects, sanitize=sanitize)
+                library = LIBRARIES[name]
+                steps = library_steps(library, tools, CSRC, objects, sanitize, trials)
             try:
                 execute(steps, objects)
             except subprocess.CalledProcessError:

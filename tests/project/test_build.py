@@ -149,6 +149,19 @@ def test_kernels_for_different_processors_share_no_symbol(build: ModuleType) -> 
         assert not [name for name in weak if f"::{isa}::" not in name], path
 
 
+def test_trials(build: ModuleType, csrc: Path, tmp_path: Path) -> None:
+    """Kernels that have not passed on a GPU are built on request only."""
+    assert build.trial_flags(None) == build.trial_flags("") == []
+    flags = build.trial_flags("ffn_loop")
+    steps = build.library_steps(
+        build.LIBRARIES["sm90"], _tools(build), csrc, tmp_path, trials=flags
+    )
+    commands = {step.output.name: step.command for step in steps}
+    assert "-DFASTATTN_TRIAL_FFN_LOOP" in commands["norm_sm90.cu.o"]
+    with pytest.raises(SystemExit, match="must name some of ffn_loop, got"):
+        build.trial_flags("ffn_loop,another")
+
+
 def test_commands(build: ModuleType, csrc: Path, tmp_path: Path) -> None:
     def commands(name: str) -> dict[str, str]:
         steps = build.library_steps(build.LIBRARIES[name], _tools(build), csrc, tmp_path)
@@ -167,6 +180,7 @@ def test_commands(build: ModuleType, csrc: Path, tmp_path: Path) -> None:
     assert "-gencode=arch=compute_90a,code=sm_90a" in sm90["norm_sm90.cu.o"]
     assert sm90["binding_sm90.cpp.o"].startswith("g++")
     assert "-lcudart_static" in sm90["_C_sm90.abi3.so"]
+    assert "_TRIAL_" not in " ".join(sm90.values())
     compiled, linked = commands("autograd")
     assert linked == f"_C_autograd_2_13_0_cpu{importlib.machinery.EXTENSION_SUFFIXES[0]}"
     assert "TORCH_TARGET_VERSION" not in commands("autograd")[compiled]

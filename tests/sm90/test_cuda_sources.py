@@ -19,7 +19,7 @@ from native_build import build_script
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 FFN = "ffn_product_instance_sm90.cu"
 FORWARD, BACKWARD = "attention_fwd_instance_sm90.cu", "attention_bwd_instance_sm90.cu"
-INSTANCES = build_script().INSTANCES
+INSTANCES, TRIAL_FLAGS = build_script().INSTANCES, build_script().trial_flags
 FLAGS = ["-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "-Xptxas", "-v", "-cubin"]
 # Keys of a block, consumer warpgroups, and registers of (producers, consumers), by head dim.
 BLOCKS = {64: 128, 128: 128, 192: 112, 256: 80}
@@ -108,17 +108,19 @@ def _of_variant(macros: tuple[str, ...]) -> str:
 
 
 def _compile(
-    source: str, folder: Path, instance: str | None = None
+    source: str, folder: Path, instance: str | None = None, trials: str | None = None
 ) -> tuple[str, dict[str, list[str]]]:
-    """The compiler's remarks and the instructions of each kernel by its mangled name."""
+    """The compiler's remarks and the instructions of each kernel by its mangled name. trials: as
+    FASTATTN_TRIALS.
+    """
     nvcc, cuobjdump = _nvcc(), _cuobjdump()
     if nvcc is None or cuobjdump is None:
         pytest.skip("needs nvcc and cuobjdump")
-    binary = _objects().get(instance or source)
+    binary = None if trials else _objects().get(instance or source)
     if binary is not None:
         log = build_script().log_of(binary).read_text()
     else:
-        macros = INSTANCES[source][instance] if instance else ()
+        macros = [*(INSTANCES[source][instance] if instance else ()), *TRIAL_FLAGS(trials)]
         binary = folder / f"{instance or source}.cubin"
         (path,) = CSRC.rglob(source)
         command = [nvcc, *FLAGS, *macros, f"-I{CSRC}", "-o", str(binary), str(path)]
@@ -361,26 +363,28 @@ def test_backward_instance(name: str, tmp_path: Path) -> None:
 @dataclass(frozen=True)
 class Ffn:
     """A step's product. blocks: of 64 rows for each warpgroup. transposed: which operands' tiles
-    are. epilogues: copies of the loop over boxes. results, loaded: of a box.
+    are. epilogues: copies for an activation, or a dtype of the result; in the trial ffn_loop, with
+    and without dropout. results, loaded: of a box.
     """
 
     columns: int
     blocks: int
     transposed: str
     epilogues: int
+    epilogues_of_loop: int
     results: int = 1
     loaded: int = 0
 
 
 INSTRUCTION_BYTES = 16
 FFN_STEPS = {
-    "up": Ffn(128, 2, "", 8, results=2),
-    "up_gated": Ffn(128, 2, "", 6, results=3),
-    "down": Ffn(128, 2, "", 2, loaded=1),
-    "dhidden": Ffn(128, 2, ".tnspB", 7, results=2, loaded=1),
-    "dhidden_gated": Ffn(128, 2, ".tnspB", 6, results=3, loaded=2),
-    "dx": Ffn(256, 1, ".tnspB", 1),
-    "dw": Ffn(256, 1, ".tnspA.tnspB", 1),
+    "up": Ffn(128, 2, "", 4, 8, results=2),
+    "up_gated": Ffn(128, 2, "", 3, 6, results=3),
+    "down": Ffn(128, 2, "", 1, 2, loaded=1),
+    "dhidden": Ffn(128, 2, ".tnspB", 4, 7, results=2, loaded=1),
+    "dhidden_gated": Ffn(128, 2, ".tnspB", 3, 6, results=3, loaded=2),
+    "dx": Ffn(256, 1, ".tnspB", 1, 1),
+    "dw": Ffn(256, 1, ".tnspA.tnspB", 1, 1),
 }
 
 
@@ -390,11 +394,12 @@ def test_every_ffn_instance_is_there() -> None:
 
 
 @pytest.mark.slow  # where nothing is built, a minute
+@pytest.mark.parametrize("trials", [None, "ffn_loop"])
 @pytest.mark.parametrize("name", INSTANCES[FFN])
-def test_ffn_instance(name: str, tmp_path: Path) -> None:
+def test_ffn_instance(name: str, trials: str | None, tmp_path: Path) -> None:
     dtype, step = name.removeprefix("ffn_product_sm90_").split("_", 1)
     f = FFN_STEPS[step]
-    log, kernels = _compile(FFN, tmp_path, name)
+    log, kernels = _compile(FFN, tmp_path, name, trials)
     assert not re.findall(r"C75\d\d", log), log
     assert re.search(r"\b0 bytes spill stores, 0 bytes spill loads", log), log
     (sass,) = kernels.values()
@@ -416,21 +421,27 @@ def test_ffn_instance(name: str, tmp_path: Path) -> None:
 
     assert count(r"USETMAXREG\.DEALLOC\S* 0x18") == 1
     assert count(r"USETMAXREG\.TRY_ALLOC\S* UP\d, 0xf0") == 1
-    # Epilogues, one loop for each: boxes of 64 columns of 16 rows pass between TMA and registers as
-    # matrices of 16 x 16 elements. What else is accessed are biases, the seed, sums of columns.
-    matrices, floats = 4, f.epilogues if step in ("down", "dw") else 0
-    # relu has, or has saved, the activation alone: with and without dropout, or without.
-    unwritten = {"up": 2, "dhidden": 1}.get(step, 0)
-    assert count(r"\bSTSM\b.*\.M88\.4") == matrices * (f.epilogues * f.results - unwritten)
-    assert count(r"\bLDSM\b.*\.M88\.4") == matrices * f.epilogues * f.loaded
-    assert count(r"UTMASTG\.4D") == f.epilogues * f.results + floats
-    assert count(r"UTMALDG\.4D") >= 2 + f.loaded
+    # Boxes of 64 columns of 16 rows pass between TMA and registers as four matrices of 16 x 16
+    # elements. Their code is a loop, or is there for each. What else is accessed are biases, the
+    # seed, sums of columns.
+    boxes, copies = f.blocks * f.columns // 64 // (2 if step == "up_gated" else 1), f.epilogues
+    floats = 2 * boxes if step in ("down", "dw") else 0  # of fp32, half as wide
+    unwritten = 1 if step == "dhidden" else 0  # relu has saved the activation
+    if trials:
+        boxes, copies = 1, f.epilogues_of_loop
+        floats = copies if floats else 0
+        # relu has, or has saved, the activation alone: with and without dropout, or without.
+        unwritten = {"up": 2, "dhidden": 1}.get(step, 0)
+        # The loop of a box fits in the L1 instruction cache, taken to have 32 KB.
+        assert max(_loops(sass)) * INSTRUCTION_BYTES <= 32 << 10
+    assert count(r"\bSTSM\b.*\.M88\.4") == 4 * boxes * (copies * f.results - unwritten)
+    assert count(r"\bLDSM\b.*\.M88\.4") == 4 * boxes * copies * f.loaded
+    assert count(r"UTMASTG\.4D") == boxes * copies * f.results + floats
+    assert count(r"UTMALDG\.4D") >= 2 + (1 if trials else copies) * f.loaded
     assert count(r"STG\.E") <= (7 if step.startswith("dhidden") else 0)
     biases = f.columns // 8 if step in ("up", "up_gated", "down") else 0
     assert count(r"LDG\.E\b") - count(r"LDG\.E\.64") == biases
-    assert count(r"LDG\.E\.64") <= 8  # the seed
-    # The loop of a box fits in the L1 instruction cache, taken to have 32 KB.
-    assert max(_loops(sass)) * INSTRUCTION_BYTES <= 32 << 10
+    assert count(r"LDG\.E\.64") <= (8 if trials else 4)  # the seed
 
 
 def _loops(sass: list[str]) -> Iterator[int]:

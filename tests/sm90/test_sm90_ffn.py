@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from sm90_on_host import ffn_bindings
-from sm90_on_host.build import Machine, build, missing
+from sm90_on_host.build import Machine, Mutation, build, missing
 from sm90_on_host.ffn_bindings import Instance
 from sm90_plans.shim import compiled
 from torch import Tensor
@@ -58,19 +58,21 @@ _REFUSED = ("odd_sizes", "sizes_257", "blocks", "one_feature", "one_hidden", "we
 CASES = {s.name: s for s in (*SPEC.samples, *OWN) if s.name not in _REFUSED}
 
 
-@pytest.fixture(scope="session")
-def machine() -> Callable[[Instance], Machine]:
+# The epilogues of a default build, and those of FASTATTN_TRIALS=ffn_loop.
+EPILOGUES: dict[str, list[str]] = {"unrolled": [], "loop": ["FASTATTN_TRIAL_FFN_LOOP"]}
+
+
+def build_product(epilogue: str, instance: Instance, mutations: Sequence[Mutation] = ()) -> Machine:
     """The machine with a product, and with the sums of columns."""
+    defines = [f"ONLY_DTYPE={instance.dtype}", f"ONLY_STEP={instance.step or 'kDw'}"]
+    return build(TESTS / "sm90_ffn.cpp", defines + EPILOGUES[epilogue], mutations=mutations)
+
+
+@pytest.fixture(scope="session", params=["unrolled", pytest.param("loop", marks=pytest.mark.slow)])
+def machine(request: pytest.FixtureRequest) -> Callable[[Instance], Machine]:
     if reason := missing():
         pytest.skip(reason)
-
-    @functools.cache
-    def load(instance: Instance) -> Machine:
-        step = instance.step or "kDw"
-        defines = [f"ONLY_DTYPE={instance.dtype}", f"ONLY_STEP={step}"]
-        return build(TESTS / "sm90_ffn.cpp", defines)
-
-    return load
+    return functools.cache(partial(build_product, request.param))
 
 
 @pytest.fixture

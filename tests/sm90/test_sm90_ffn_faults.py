@@ -8,14 +8,13 @@ epilogues, positions of dropout. These may also be detected by wrong results.
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import test_sm90_ffn as ffn
 import torch
 from sm90_on_host import ffn_bindings
-from sm90_on_host.build import Machine, Mutation, build, missing
+from sm90_on_host.build import Machine, Mutation, missing
 from sm90_on_host.fault_injector import FaultInjector, Harmless
 from sm90_on_host.ffn_bindings import Instance
 from sm90_on_host.guarded import guarded
@@ -28,7 +27,6 @@ from fastattn.ops.ffn.calls import BackwardCall
 from fastattn.ops.ffn.spec import make_inputs
 from fastattn.testing.spec import Inputs, Sample
 
-TESTS = Path(__file__).resolve().parent
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 # kDown has an fp32 residual and result, kDown16 those of the operands' type.
@@ -42,11 +40,14 @@ SEVERAL_COLUMNS = ("kUp", *LOADING, "kDw")  # of boxes
 BIASED = ("kUp", "kUpGated", "kDown", "kDown16")
 
 
-def _mutations() -> list[tuple[Mutation, tuple[str, ...]]]:
+def _mutations(epilogue: str) -> list[tuple[Mutation, tuple[str, ...]]]:
     """And the steps in which they are tried."""
+    loops = epilogue == "loop"
+    files = {f"{name}.cuh": f"{name}_loop.cuh" for name in ("epilogue", "box_dropout")}
     found: list[tuple[Mutation, tuple[str, ...]]] = []
 
     def of(file: str, right: str, *wrong: str, only: tuple[str, ...] = STEPS) -> None:
+        file = files.get(file, file) if loops else file
         found.extend((Mutation(f"ffn/sm90/{file}", right, w), only) for w in wrong)
 
     # Descriptors and boxes. A's tile for a warpgroup is one chunk: it has no next one.
@@ -107,8 +108,8 @@ def _mutations() -> list[tuple[Mutation, tuple[str, ...]]]:
     of("epilogue.cuh", wait, wait.replace(" - 1", ""), only=("kDown",))
     wait = "ptx::cp_async_bulk_wait_group_read<Traits::kSlots - 1>();"
     of("epilogue.cuh", wait, wait.replace(" - 1", ""), only=("kUp", "kUpGated", "kDw"))
-    of("epilogue.cuh", "kMatrixGroups * matrix + lane / sm90::kWarpRows",
-       "kMatrixGroups * matrix",
+    columns = "kMatrixGroups * matrix" if loops else "kPartGroups * part"
+    of("epilogue.cuh", f"{columns} + lane / sm90::kWarpRows", columns,
        only=("kUpGated", *SUMMING))  # fmt: skip
     of("epilogue.cuh", "lane % sm90::kWarpRows", "lane % 8", only=("kUpGated", *SUMMING))
     # Biases and values
@@ -116,25 +117,29 @@ def _mutations() -> list[tuple[Mutation, tuple[str, ...]]]:
     of("epilogue.cuh", "at + pair * args.columns", "at", only=("kUpGated",))
     of("epilogue.cuh", "elements && at < args.columns", "elements != nullptr",
        only=BIASED)  # fmt: skip
-    of("epilogue.cuh", "pair * Traits::kOutColumns / 2 + slice * kValues + i",
-       "slice * kValues + i", only=("kUpGated",))  # fmt: skip
-    of("epilogue.cuh", "pair * kTileGroups + slice * kSliceGroups + i / 4",
-       "slice * kSliceGroups + i / 4", only=("kUpGated",))  # fmt: skip
-    of("epilogue.cuh", "i / kBoxValues * Traits::kOutColumns / 2 + i % kBoxValues",
-       "i % kBoxValues", only=("kUpGated",))  # fmt: skip
-    of("epilogue.cuh", "(to + 1) / kBlocks * kBoxValues + at", "to / kBlocks * kBoxValues + at",
-       only=SEVERAL_COLUMNS)  # fmt: skip
-    of("epilogue.cuh", "move_up<Out>(rSums, box);", "move_up<Out>(rSums, 0);",
-       only=("kUp", "kDown"))  # fmt: skip
-    of("epilogue.cuh", "bias[i + kBoxGroups]", "bias[i]", only=("kUp", "kDown", "kDown16"))
+    value = "slice * kValues + i" if loops else "part_of_tile * kValues + i"
+    of("epilogue.cuh", f"pair * Traits::kOutColumns / 2 + {value}", value, only=("kUpGated",))
+    bias = f"{'slice * kSliceGroups' if loops else 'part_of_tile * kPartGroups'} + i / 4"
+    of("epilogue.cuh", f"pair * kTileGroups + {bias}", bias, only=("kUpGated",))
+    if loops:
+        of("epilogue.cuh", "i / kBoxValues * Traits::kOutColumns / 2 + i % kBoxValues",
+           "i % kBoxValues", only=("kUpGated",))  # fmt: skip
+        of("epilogue.cuh", "(to + 1) / kBlocks * kBoxValues + at", "to / kBlocks * kBoxValues + at",
+           only=SEVERAL_COLUMNS)  # fmt: skip
+        of("epilogue.cuh", "move_up<Out>(rSums, box);", "move_up<Out>(rSums, 0);",
+           only=("kUp", "kDown"))  # fmt: skip
+        of("epilogue.cuh", "bias[i + kBoxGroups]", "bias[i]", only=("kUp", "kDown", "kDown16"))
+    else:
+        of("epilogue.cuh", "box / kBlocks * kParts + part_of_box", "part_of_box",
+           only=SEVERAL_COLUMNS)  # fmt: skip
     of("epilogue.cuh", "i / 2 % 2 * sm90::kRowStep", "0", only=("kDown",))
     of("epilogue.cuh", "column % kPieceColumns * sizeof(float)", "0", only=("kDown",))
     # Dropout
     of("box_dropout.cuh", "own + (is_odd() ? sm90::kRowStep : 0)", "own", only=DROPPING)
     of("box_dropout.cuh", "column / kUnit + lane_ % kUnits", "column / kUnit",
        "column / kUnit + lane_ % 8", only=("kUpGated", "kDhiddenGated"))  # fmt: skip
-    of("box_dropout.cuh", "(kColumnGroups * slice + group) * 2 + lane_ % 4 / 2",
-       "(kColumnGroups * slice + group) * 2", only=DROPPING)  # fmt: skip
+    unit = f"({'kColumnGroups * slice' if loops else '2 * part'} + group) * 2"
+    of("box_dropout.cuh", f"{unit} + lane_ % 4 / 2", unit, only=DROPPING)
     of("box_dropout.cuh", "is_odd() == (row == 1)", "row == 1", only=DROPPING)
     of("box_dropout.cuh", "is_odd() ? word : word << 16", "word", only=DROPPING)
     of("box_dropout.cuh", "(i % 2 ? word : word << 8)", "word", only=DROPPING)
@@ -143,7 +148,10 @@ def _mutations() -> list[tuple[Mutation, tuple[str, ...]]]:
     # Derivatives and sums
     of("epilogue.cuh", "hidden[0][i] > 0.0f", "hidden[0][i] >= 0.0f", only=("kDhidden",))
     of("epilogue.cuh", "da * act.slope", "da * act.value", only=("kDhiddenGated",))
-    of("epilogue.cuh", "sums[pair][i] = 0.0f;", "", only=SUMMING)
+    if loops:
+        of("epilogue.cuh", "sums[pair][i] = 0.0f;", "", only=SUMMING)
+    else:
+        of("epilogue.cuh", "is_first && is_upper", "is_upper", only=SUMMING)
     of("epilogue.cuh", "lanes < kWarp", "lanes < kWarp / 2", only=SUMMING)
     of("epilogue.cuh", "other < kWarpsPerGroup", "other < 3", only=SUMMING)
     of("epilogue.cuh", "ptx::bar_sync(kSumsBarrier + group, kWarpgroup);", "", only=SUMMING)
@@ -152,7 +160,6 @@ def _mutations() -> list[tuple[Mutation, tuple[str, ...]]]:
     return found
 
 
-MUTATIONS = _mutations()
 SUM_MUTATIONS = [
     Mutation("ffn/sm90/column_sums.cuh", right, wrong)
     for right, wrong in (
@@ -184,6 +191,7 @@ SUM_MUTATIONS = [
 # All of these stay in the kernel: they are harmless on this simulator.
 HARMLESS = (
     Harmless("no pin", "pin_sums(); < wait_ping_pong();", "only products write the sums"),
+    Harmless("no pin", "ptx::pin(bias);", "only saves registers"),
     # Instructions that all lanes must execute together follow; on the simulator they always do.
     Harmless("no syncwarp", "converges for the barrier that follows", "lanes are together"),
     Harmless("no syncwarp", "converges, and lane 0 has waited", "without activations"),
@@ -233,11 +241,12 @@ def _inputs(step: str) -> dict[str, Any]:
     return options | special | {"dropout_p": 0.3, "output_dropout_p": 0.3}
 
 
+@pytest.mark.parametrize("epilogue", ffn.EPILOGUES)
 @pytest.mark.parametrize("step", STEPS)
-def test_faults(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults(step: str, epilogue: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if reason := missing():
         pytest.skip(reason)
-    mutations = [mutation for mutation, only in MUTATIONS if step in only]
+    mutations = [mutation for mutation, only in _mutations(epilogue) if step in only]
     sample, step = _sample(step), step.removesuffix("16")
     machines: dict[Instance, Machine] = {}
     injectors: list[Launched] = []
@@ -245,10 +254,8 @@ def test_faults(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def machine(instance: Instance) -> Machine:
         if instance not in machines:
             examined = instance.step == step
-            defines = [f"ONLY_DTYPE={instance.dtype}", f"ONLY_STEP={instance.step or 'kDw'}"]
-            machines[instance] = made = build(
-                TESTS / "sm90_ffn.cpp", defines, mutations=mutations if examined else ()
-            )
+            made = ffn.build_product(epilogue, instance, mutations if examined else ())
+            machines[instance] = made
             if examined:
                 injectors.append(Launched(made, mutations))
         return machines[instance]
@@ -272,8 +279,7 @@ def test_faults_of_the_sums_of_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two blocks of columns; sums of more tiles of rows than threads share, and of few."""
     if reason := missing():
         pytest.skip(reason)
-    defines = ["ONLY_DTYPE=kBFloat16", "ONLY_STEP=kDw"]
-    machine = build(TESTS / "sm90_ffn.cpp", defines, mutations=SUM_MUTATIONS)
+    machine = ffn.build_product("unrolled", Instance("kBFloat16", ""), SUM_MUTATIONS)
     injector = Launched(machine, SUM_MUTATIONS)
     ffn_bindings.use(monkeypatch, lambda op, problem, _: injector.examine_launch(op, problem))
     E = 264

@@ -7,48 +7,44 @@
 
 namespace fastattn::ffn {
 
-// One word decides four adjacent columns of a row, which two neighbouring lanes have. Of the two
-// rows that both have, each computes the word of one, and they exchange them. Without dropout
-// (kDrops) nothing is computed.
-template <bool kDrops>
+// One word decides four adjacent columns of a row, which two neighbouring lanes have. Both have two
+// rows; each computes the word of one, and they exchange them.
 class BoxDropout {
  public:
-  static constexpr int kColumnGroups = kSliceColumns / 8, kValues = 4 * kColumnGroups;
-  // Of a slice of a box: for [group of eight columns][row of the two], a word with the bytes of
-  // this lane's two columns at the top.
+  // Random bits for 16 columns: for [group of eight columns][row of the two], a word with the bytes
+  // of this lane's two columns at the top.
   struct Words {
-    uint32_t of[kDrops ? kColumnGroups : 1][2];
+    uint32_t of[2][2];
   };
 
   __device__ __forceinline__ BoxDropout(const Dropout& dropout, int lane)
-      : dropout_(dropout), lane_(lane), seed_(kDrops ? *dropout.seed : 0) {}
+      : dropout_(dropout), lane_(lane), seed_(dropout.seed ? *dropout.seed : 0) {}
 
-  // The place of the box.
-  __device__ __forceinline__ void set_box(int row, int column) {
-    if constexpr (kDrops) {
-      const uint32_t state = dropout::flat_row_state(seed_, dropout_.stream, 0);
-      const int own = row + sm90::AccumulatorThread{0, lane_}.upper_row();
-      row_key_ = dropout::flat_row_key(state, own + (is_odd() ? sm90::kRowStep : 0));
-      // Lane i has the key of the i-th four columns, as has lane i + 16.
-      const int unit = column / kUnit + lane_ % kUnits;
-      column_key_ = dropout::column_key(seed_, dropout_.stream, static_cast<uint32_t>(unit));
-    }
+  // row: the first one of the box.
+  __device__ __forceinline__ void set_rows(int row) {
+    const uint32_t state = dropout::flat_row_state(seed_, dropout_.stream, 0);
+    const int own = row + sm90::AccumulatorThread{0, lane_}.upper_row();
+    row_key_ = dropout::flat_row_key(state, own + (is_odd() ? sm90::kRowStep : 0));
+  }
+  // column: the first one of the box. Lane i has the key of the i-th four columns, as has lane
+  // i + 16.
+  __device__ __forceinline__ void set_columns(int column) {
+    const int unit = column / kUnit + lane_ % kUnits;
+    column_key_ = dropout::column_key(seed_, dropout_.stream, static_cast<uint32_t>(unit));
   }
 
-  // All lanes: the words of a slice.
-  __device__ __forceinline__ Words words(int slice) const {
-    Words words = {};
-    if constexpr (kDrops) {
+  // All lanes: the words of 16 columns of the box.
+  __device__ __forceinline__ Words words(int part) const {
+    Words words;
 #pragma unroll
-      for (int group = 0; group < kColumnGroups; ++group) {
-        const int unit = (kColumnGroups * slice + group) * 2 + lane_ % 4 / 2;
-        const uint32_t own = dropout::word(row_key_, __shfl_sync(~0u, column_key_, unit));
-        const uint32_t other = __shfl_xor_sync(~0u, own, 1);
+    for (int group = 0; group < 2; ++group) {
+      const int unit = (2 * part + group) * 2 + lane_ % 4 / 2;
+      const uint32_t own = dropout::word(row_key_, __shfl_sync(~0u, column_key_, unit));
+      const uint32_t other = __shfl_xor_sync(~0u, own, 1);
 #pragma unroll
-        for (int row = 0; row < 2; ++row) {
-          const uint32_t word = is_odd() == (row == 1) ? own : other;
-          words.of[group][row] = is_odd() ? word : word << 16;
-        }
+      for (int row = 0; row < 2; ++row) {
+        const uint32_t word = is_odd() == (row == 1) ? own : other;
+        words.of[group][row] = is_odd() ? word : word << 16;
       }
     }
     return words;
@@ -56,16 +52,17 @@ class BoxDropout {
 
   // Drops or scales values [group][row][column of the two]. Dropped ones are 0 even where v is
   // infinite or NaN.
-  __device__ __forceinline__ void apply(float (&v)[kValues], const Words& words) const {
-    if constexpr (kDrops) {
-      // byte >= threshold, for a byte at the top of its word.
-      const uint32_t last_dropped = (static_cast<uint32_t>(dropout_.threshold) << 24) - 1;
+  __device__ __forceinline__ void apply(float (&v)[8], const Words& words) const {
+    if (!dropout_.seed) {
+      return;
+    }
+    // byte >= threshold, for a byte at the top of its word.
+    const uint32_t last_dropped = (static_cast<uint32_t>(dropout_.threshold) << 24) - 1;
 #pragma unroll
-      for (int i = 0; i < kValues; ++i) {
-        const uint32_t word = words.of[i / 4][i / 2 % 2];
-        const bool is_kept = (i % 2 ? word : word << 8) > last_dropped;
-        v[i] = is_kept ? v[i] * dropout_.keep_scale : 0.0f;
-      }
+    for (int i = 0; i < 8; ++i) {
+      const uint32_t word = words.of[i / 4][i / 2 % 2];
+      const bool is_kept = (i % 2 ? word : word << 8) > last_dropped;
+      v[i] = is_kept ? v[i] * dropout_.keep_scale : 0.0f;
     }
   }
 

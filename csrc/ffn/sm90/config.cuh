@@ -31,8 +31,6 @@ static_assert(kDepth == sm90::kChunkColumns, "128 bytes, the width of the swizzl
 
 // What TMA loads and stores for an epilogue: 128 bytes of each of a warp's 16 rows.
 constexpr int kBoxBytes = sm90::kWarpRows * sm90::kRowBytes;
-// Columns of a box that are in registers at a time: a slice.
-constexpr int kSliceColumns = 32;
 template <class Value>
 struct BoxOf {
   static constexpr int kColumns = sm90::kRowBytes / static_cast<int>(sizeof(Value));

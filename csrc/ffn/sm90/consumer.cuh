@@ -1,9 +1,13 @@
 // The consumer warpgroups: the sums of their tiles by wgmma, then the epilogue.
 #pragma once
 
-#include "ffn/sm90/epilogue.cuh"
 #include "ffn/sm90/storage.cuh"
 #include "ffn/sm90/tiles.cuh"
+#ifdef FASTATTN_TRIAL_FFN_LOOP
+#include "ffn/sm90/epilogue_loop.cuh"
+#else
+#include "ffn/sm90/epilogue.cuh"
+#endif
 
 namespace fastattn::ffn {
 

@@ -1,14 +1,10 @@
-// What becomes of a tile's sums.
+// Epilogue of a tile: from the accumulators to the results in global memory.
 //
 // A warp finishes its part of a tile box by box: 16 rows of 128 bytes. TMA loads what the epilogue
 // reads (hidden, or the residual) while the products are computed, and stores the results of a box
 // while the warp computes the next one; a result replaces in shared memory what was loaded. Threads
 // keep the values that wgmma gives them: matrices of 8 x 8 elements pass between registers and
 // shared memory. TMA reads zeros outside tensors and does not write there.
-//
-// One loop body serves all boxes: it takes the first box's sums, and the sums of the others move up
-// in registers. With a body for each box the code did not fit in the instruction cache: a third of
-// the stalls of dhidden with gelu were waits for instructions (H200, Nsight Compute).
 #pragma once
 
 #include "ffn/sm90/activation.cuh"
@@ -19,7 +15,7 @@
 
 namespace fastattn::ffn {
 
-// Of the steps without an activation.
+// Placeholder for steps without an activation.
 struct NoActivation {};
 
 template <class Traits>
@@ -33,16 +29,13 @@ struct TileEpilogue {
   // In each group of eight columns a thread has two adjacent ones, of two rows.
   static constexpr int kGroupColumns = 8;
   static constexpr int kTileGroups = Traits::kOutColumns / kGroupColumns;
-  // Of a box, a slice is in registers at a time, as two matrices of 16 x 16 elements:
-  // [matrix][group of eight][row of two][column of two].
-  static constexpr int kMatrices = kSliceColumns / sm90::kMmaK;
-  static constexpr int kMatrixValues = sm90::kMmaK / 2, kValues = kMatrices * kMatrixValues;
-  static constexpr int kMatrixGroups = sm90::kMmaK / kGroupColumns;
-  static constexpr int kSliceGroups = kMatrices * kMatrixGroups;
+  // 16 columns of a box are in registers at a time: [group of eight][row of two][column of two].
+  static constexpr int kPartColumns = sm90::kMmaK, kPartGroups = kPartColumns / kGroupColumns;
+  static constexpr int kValues = 4 * kPartGroups;
   // Sums of columns of a thread, [group of eight][column of two].
   static constexpr int kSums = kDhidden ? 2 * BoxOf<Element>::kColumns / kGroupColumns : 1;
 
-  struct TwoColumns {
+  struct Pair {
     Element of[2];
   };
   struct Values {
@@ -58,7 +51,7 @@ struct TileEpilogue {
   const int group, warp, lane;
   const int first_row, first_column, part;
   const int tiles_before;                              // of this warpgroup
-  uint32_t bias[kHasBias ? kPairs * kTileGroups : 1];  // two adjacent columns each
+  uint32_t bias[kHasBias ? kPairs * kTileGroups : 1];  // pairs of adjacent columns
 
   __device__ __forceinline__ TileEpilogue(Shared& shared, const ProductArguments& args,
                                           const TilePlace& place, int group, int tiles_before)
@@ -77,13 +70,11 @@ struct TileEpilogue {
   // Calls `of` with the type of the result and of what is loaded.
   template <class Of>
   __device__ __forceinline__ void with_type(Of of) const {
-    if constexpr (Traits::kMayBeFloat) {
-      if (epilogue.out_is_float) {
-        of(float());
-        return;
-      }
+    if (Traits::kMayBeFloat && epilogue.out_is_float) {
+      of(float());
+    } else {
+      of(Element());
     }
-    of(Element());
   }
 
   // -- before the products are complete -----------------------------------------------------------
@@ -98,7 +89,6 @@ struct TileEpilogue {
           }
         });
       }
-      __syncwarp();  // converges for the barrier that follows
     }
   }
 
@@ -171,9 +161,11 @@ struct TileEpilogue {
             load<Out>(later);
           }
         }
+        if (activates) {
+          __syncwarp();
+        }
         const int use = (tiles_before * kBoxes<Out> + box) / Traits::kSlots;
         shared.loaded[group][warp][box % Traits::kSlots].wait(use % 2);
-        __syncwarp();  // converges, and lane 0 has waited for the box before
         return;
       }
     }
@@ -209,80 +201,72 @@ struct TileEpilogue {
   }
 
   // -- values in shared memory --------------------------------------------------------------------
-  // The address of a lane's 16 bytes in a matrix: of row lane % 16, the left or the right half.
-  __device__ __forceinline__ uint32_t piece_of(uint32_t box, int matrix) const {
+  // The address of a lane's 16 bytes in 16 columns of a box: of row lane % 16, the left or the
+  // right half.
+  __device__ __forceinline__ uint32_t piece_of(uint32_t box, int part) const {
     return box + sm90::swizzled_offset(lane % sm90::kWarpRows,
-                                       kMatrixGroups * matrix + lane / sm90::kWarpRows);
+                                       kPartGroups * part + lane / sm90::kWarpRows);
   }
-  // Values i and i + 1 of a slice in fp32, of two adjacent columns.
-  __device__ __forceinline__ float2* two_columns_of(int box, int i) const {
+  // Address of the fp32 values i and i + 1.
+  __device__ __forceinline__ float2* pair_of(int box, int part, int i) const {
     const sm90::AccumulatorThread thread = {0, lane};
     const int row = thread.upper_row() + i / 2 % 2 * sm90::kRowStep;
-    const int column = i / 4 * kGroupColumns + thread.first_column();
+    const int column = (kPartGroups * part + i / 4) * kGroupColumns + thread.first_column();
     constexpr int kPieceColumns = sm90::kPieceBytes / static_cast<int>(sizeof(float));
-    static_assert(BoxOf<float>::kColumns == kSliceColumns);
-    char* data = shared.results[group][warp][box % Traits::kSlots][0].data;
+    char* data = reinterpret_cast<char*>(&shared.results[group][warp][box % Traits::kSlots][0]);
     return reinterpret_cast<float2*>(data + sm90::swizzled_offset(row, column / kPieceColumns) +
                                      column % kPieceColumns * sizeof(float));
   }
 
   template <class Out>
-  __device__ __forceinline__ void read(float (&v)[kValues], int box, int pair, int slice) const {
+  __device__ __forceinline__ void read(float (&v)[kValues], int box, int pair, int part) const {
     if constexpr (std::is_same_v<Out, float>) {
 #pragma unroll
       for (int i = 0; i < kValues; i += 2) {
-        const float2 two = *two_columns_of(box, i);
+        const float2 two = *pair_of(box, part, i);
         v[i] = two.x;
         v[i + 1] = two.y;
       }
     } else {
+      uint32_t words[kValues / 2];
+      ptx::ldmatrix_x4(piece_of(result_box(box, pair), part), words);
 #pragma unroll
-      for (int matrix = 0; matrix < kMatrices; ++matrix) {
-        uint32_t words[kMatrixValues / 2];
-        ptx::ldmatrix_x4(piece_of(result_box(box, pair), kMatrices * slice + matrix), words);
-#pragma unroll
-        for (int i = 0; i < kMatrixValues; ++i) {
-          v[matrix * kMatrixValues + i] = widen(words[i / 2], i % 2);
-        }
+      for (int i = 0; i < kValues; ++i) {
+        v[i] = widen(words[i / 2], i % 2);
       }
     }
   }
   template <class Out>
-  __device__ __forceinline__ void write(const Values& v, int box, int slice) const {
+  __device__ __forceinline__ void write(const Values& v, int box, int part) const {
     if constexpr (std::is_same_v<Out, float>) {
 #pragma unroll
       for (int i = 0; i < kValues; i += 2) {
-        *two_columns_of(box, i) = {v.of[0][i], v.of[0][i + 1]};
+        *pair_of(box, part, i) = {v.of[0][i], v.of[0][i + 1]};
       }
     } else {
 #pragma unroll
       for (int pair = 0; pair < kPairs; ++pair) {
-        write(v.of[pair], result_box(box, pair), slice);
+        write(v.of[pair], result_box(box, pair), part);
       }
     }
   }
-  __device__ __forceinline__ void write(const float (&v)[kValues], uint32_t box, int slice) const {
-#pragma unroll
-    for (int matrix = 0; matrix < kMatrices; ++matrix) {
-      const float* m = v + matrix * kMatrixValues;
-      ptx::stmatrix_x4(piece_of(box, kMatrices * slice + matrix), ptx::pack<Element>(m[0], m[1]),
-                       ptx::pack<Element>(m[2], m[3]), ptx::pack<Element>(m[4], m[5]),
-                       ptx::pack<Element>(m[6], m[7]));
-    }
+  __device__ __forceinline__ void write(const float (&v)[kValues], uint32_t box, int part) const {
+    ptx::stmatrix_x4(piece_of(box, part), ptx::pack<Element>(v[0], v[1]),
+                     ptx::pack<Element>(v[2], v[3]), ptx::pack<Element>(v[4], v[5]),
+                     ptx::pack<Element>(v[6], v[7]));
   }
-  static __device__ __forceinline__ float widen(uint32_t two, int i) {
+  static __device__ __forceinline__ float widen(uint32_t pair, int i) {
     if constexpr (std::is_same_v<Element, __nv_bfloat16>) {
       // The upper half of an fp32: one instruction, where a conversion is two.
-      return __uint_as_float(i == 1 ? two & 0xffff0000u : two << 16);
+      return __uint_as_float(i == 1 ? pair & 0xffff0000u : pair << 16);
     }
-    return static_cast<float>(reinterpret_cast<const TwoColumns&>(two).of[i]);
+    return static_cast<float>(reinterpret_cast<const Pair&>(pair).of[i]);
   }
 
   // -- the tile -----------------------------------------------------------------------------------
-  using Sums = float[kBlocks][Traits::kColumns / 2];
+  using Accumulators = float[kBlocks][Traits::kColumns / 2];
 
-  // Leaves nothing of use in rSums.
-  __device__ __forceinline__ void run(Sums& rSums) {
+  __device__ __forceinline__ void run(const Accumulators& rSums) {
     if constexpr (Traits::kActivates) {
       with_activation<Traits::kGated>(epilogue.activation, [&](auto activation) {
         finish<decltype(activation), Element>(rSums);
@@ -297,87 +281,62 @@ struct TileEpilogue {
     }
   }
 
-  // The derivative of relu without a gate: a is 0 where it was dropped.
-  template <class Activation>
-  static constexpr bool kFromSign =
-      Traits::kStep == Step::kDhidden && std::is_same_v<Activation, Relu>;
-
   template <class Activation, class Out>
-  __device__ __forceinline__ void finish(Sums& rSums) {
-    if constexpr (kHasDropout && !kFromSign<Activation>) {
-      if (epilogue.dropout.seed) {
-        finish_boxes<Activation, Out, true>(rSums);
-        return;
-      }
-    }
-    finish_boxes<Activation, Out, false>(rSums);
-  }
-
-  template <class Activation, class Out, bool kDrops>
-  __device__ __forceinline__ void finish_boxes(Sums& rSums) {
-    constexpr int kSlices = BoxOf<Out>::kColumns / kSliceColumns;
-    BoxDropout<kDrops> dropout(epilogue.dropout, lane);
-    float sums[kPairs][kSums] = {};  // of columns
-#pragma unroll 1
-    for (int box = 0; box < kBoxes<Out>; ++box) {
-      const Place place = place_of<Out>(box);
-      dropout.set_box(place.row, place.column);
-      begin_box<Out>(box);
+  __device__ __forceinline__ void finish(const Accumulators& rSums) {
+    // The derivative of relu without a gate: a is 0 where it was dropped.
+    constexpr bool kFromSign = Traits::kStep == Step::kDhidden && std::is_same_v<Activation, Relu>;
+    constexpr int kParts = BoxOf<Out>::kColumns / kPartColumns;
+    const bool drops = kHasDropout && !kFromSign && epilogue.dropout.seed;
+    BoxDropout dropout(epilogue.dropout, lane);
+    float sums[kPairs][kSums];  // of columns
 #pragma unroll
-      for (int slice = 0; slice < kSlices; ++slice) {
+    for (int box = 0; box < kBoxes<Out>; ++box) {
+      const int block = box % kBlocks;
+      if (drops) {
+        const Place place = place_of<Out>(box);
+        dropout.set_rows(place.row);
+        if (block == 0) {
+          dropout.set_columns(place.column);
+        }
+      }
+      begin_box<Out>(box);
+      if constexpr (kHasBias) {
+        ptx::pin(bias);  // the compiler would keep all of it in fp32, from box to box
+      }
+#pragma unroll
+      for (int part_of_box = 0; part_of_box < kParts; ++part_of_box) {
         Values v;
-        take(v, rSums[0], slice);
-        finish_slice<Activation, Out>(v, dropout, box, slice);
+        take(v, rSums[block], box / kBlocks * kParts + part_of_box);
+        BoxDropout::Words words = {};
+        if (drops) {
+          words = dropout.words(part_of_box);
+        }
+        finish_part<Activation, Out, kFromSign>(v, dropout, words, box, part_of_box);
         if constexpr (kDhidden) {
-          add(sums, v, slice);
+          add(sums, v, part_of_box, block == 0);
         }
       }
       end_box<Out>(box);
-      move_up<Out>(rSums, box);
       if constexpr (kDhidden) {
-        if (box % kBlocks == kBlocks - 1 && epilogue.sums) {
+        if (block == kBlocks - 1) {
           write_sums(sums, box / kBlocks);
         }
       }
     }
   }
 
-  // The sums of a slice of the first box, and the bias.
+  // The sums of 16 columns of the tile, and the bias.
   __device__ __forceinline__ void take(Values& v, const float (&sums)[Traits::kColumns / 2],
-                                       int slice) const {
+                                       int part_of_tile) const {
     constexpr int kTaken = kUp ? kPairs : 1;  // of kDhiddenGated one, that of a
 #pragma unroll
     for (int pair = 0; pair < kTaken; ++pair) {
 #pragma unroll
       for (int i = 0; i < kValues; ++i) {
-        v.of[pair][i] = sums[pair * Traits::kOutColumns / 2 + slice * kValues + i];
+        v.of[pair][i] = sums[pair * Traits::kOutColumns / 2 + part_of_tile * kValues + i];
         if constexpr (kHasBias) {
-          const int of_group = pair * kTileGroups + slice * kSliceGroups + i / 4;
+          const int of_group = pair * kTileGroups + part_of_tile * kPartGroups + i / 4;
           v.of[pair][i] += widen(bias[of_group], i % 2);
-        }
-      }
-    }
-  }
-
-  // Moves the sums of the boxes behind this one, and their biases, to where the first one's were.
-  template <class Out>
-  __device__ __forceinline__ void move_up(Sums& rSums, int box) {
-    constexpr int kBoxValues = BoxOf<Out>::kColumns / 2;
-#pragma unroll
-    for (int to = 0; to < kBoxes<Out> - 1; ++to) {
-#pragma unroll
-      for (int i = 0; i < kBoxValues * (kUp ? kPairs : 1); ++i) {
-        const int at = i / kBoxValues * Traits::kOutColumns / 2 + i % kBoxValues;
-        rSums[to % kBlocks][to / kBlocks * kBoxValues + at] =
-            rSums[(to + 1) % kBlocks][(to + 1) / kBlocks * kBoxValues + at];
-      }
-    }
-    if constexpr (kHasBias) {
-      constexpr int kBoxGroups = BoxOf<Out>::kColumns / kGroupColumns;
-      if (box % kBlocks == kBlocks - 1) {
-#pragma unroll
-        for (int i = 0; i < kPairs * kTileGroups - kBoxGroups; ++i) {
-          bias[i] = bias[i + kBoxGroups];
         }
       }
     }
@@ -385,14 +344,13 @@ struct TileEpilogue {
 
   // -- the steps ----------------------------------------------------------------------------------
   // v: the sums; of kDhidden dpre in the end.
-  template <class Activation, class Out, bool kDrops>
-  __device__ __forceinline__ void finish_slice(Values& v, const BoxDropout<kDrops>& dropout,
-                                               int box, int slice) const {
-    const typename BoxDropout<kDrops>::Words words = dropout.words(slice);
+  template <class Activation, class Out, bool kFromSign>
+  __device__ __forceinline__ void finish_part(Values& v, const BoxDropout& dropout,
+                                              const BoxDropout::Words& words, int box,
+                                              int part_of_box) const {
     if constexpr (kUp) {
-      // relu without a gate saves the activation instead.
-      if constexpr (Traits::kGated || !std::is_same_v<Activation, Relu>) {
-        write<Out>(v, box, slice);
+      if (epilogue.out) {
+        write<Out>(v, box, part_of_box);
       }
       float a[kValues];
 #pragma unroll
@@ -403,44 +361,50 @@ struct TileEpilogue {
         }
       }
       dropout.apply(a, words);
-      write(a, activated_box(box), slice);
+      write(a, activated_box(box), part_of_box);
     } else if constexpr (kDhidden) {
       float a[kValues];
-      differentiate<Activation>(v, a, dropout, words, box, slice);
-      if constexpr (!kFromSign<Activation>) {
-        dropout.apply(a, words);
-        write(a, activated_box(box), slice);
+      differentiate<Activation, kFromSign>(v, a, dropout, words, box, part_of_box);
+      if constexpr (!kFromSign) {
+        if (epilogue.activated) {
+          dropout.apply(a, words);
+          write(a, activated_box(box), part_of_box);
+        }
       }
-      write<Out>(v, box, slice);
+      write<Out>(v, box, part_of_box);
     } else {
-      dropout.apply(v.of[0], words);
+      if constexpr (kHasDropout) {
+        dropout.apply(v.of[0], words);
+      }
       if (loads()) {
         float residual[kValues];
-        read<Out>(residual, box, 0, slice);
+        read<Out>(residual, box, 0, part_of_box);
 #pragma unroll
         for (int i = 0; i < kValues; ++i) {
           v.of[0][i] += residual[i];
         }
       }
-      write<Out>(v, box, slice);
+      write<Out>(v, box, part_of_box);
     }
   }
 
   // v: the gradient of a becomes that of hidden. a: the activation, before dropout.
-  template <class Activation, bool kDrops>
+  template <class Activation, bool kFromSign>
   __device__ __forceinline__ void differentiate(Values& v, float (&a)[kValues],
-                                                const BoxDropout<kDrops>& dropout,
-                                                const typename BoxDropout<kDrops>::Words& words,
-                                                int box, int slice) const {
+                                                const BoxDropout& dropout,
+                                                const BoxDropout::Words& words, int box,
+                                                int part_of_box) const {
     float hidden[kPairs][kValues];
 #pragma unroll
     for (int pair = 0; pair < kPairs; ++pair) {
-      read<Element>(hidden[pair], box, pair, slice);
+      read<Element>(hidden[pair], box, pair, part_of_box);
     }
-    dropout.apply(v.of[0], words);
+    if constexpr (!kFromSign) {
+      dropout.apply(v.of[0], words);
+    }
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
-      if constexpr (kFromSign<Activation>) {
+      if constexpr (kFromSign) {
         v.of[0][i] = hidden[0][i] > 0.0f ? v.of[0][i] * epilogue.dropout.keep_scale : 0.0f;
       } else {
         const ValueAndSlope act = Activation::at(hidden[0][i]);
@@ -457,20 +421,21 @@ struct TileEpilogue {
   }
 
   // -- sums of columns ----------------------------------------------------------------------------
-  // Of a slice. Rows outside the result add 0: their da is 0.
+  // Adds 16 columns to the sums. Rows outside the result add 0: their da is 0.
   static __device__ __forceinline__ void add(float (&sums)[kPairs][kSums], const Values& v,
-                                             int slice) {
+                                             int part_of_box, bool is_first) {
 #pragma unroll
     for (int pair = 0; pair < kPairs; ++pair) {
 #pragma unroll
       for (int i = 0; i < kValues; ++i) {
-        sums[pair][2 * (kSliceGroups * slice + i / 4) + i % 2] += v.of[pair][i];
+        float& sum = sums[pair][2 * (kPartGroups * part_of_box + i / 4) + i % 2];
+        const bool is_upper = i / 2 % 2 == 0;
+        sum = is_first && is_upper ? v.of[pair][i] : sum + v.of[pair][i];
       }
     }
   }
 
-  // Adds the sums of the eight threads with the same columns, always in the same order; then they
-  // are 0 again.
+  // Adds the sums of the eight threads with the same columns, always in the same order.
   __device__ __forceinline__ void write_sums(float (&sums)[kPairs][kSums], int column_box) const {
 #pragma unroll
     for (int pair = 0; pair < kPairs; ++pair) {
@@ -488,10 +453,6 @@ struct TileEpilogue {
           to[i / 2 * kGroupColumns + i % 2] = sums[pair][i];
         }
       }
-#pragma unroll
-      for (int i = 0; i < kSums; ++i) {
-        sums[pair][i] = 0.0f;
-      }
     }
   }
 
@@ -499,7 +460,6 @@ struct TileEpilogue {
   // reads from its writes.
   __device__ __forceinline__ void finish_sums() const {
     static_assert(Traits::kPingPong, "a warpgroup has all rows of the tile");
-    __syncwarp();  // converges for the barrier that follows
     ptx::bar_sync(kSumsBarrier + group, kWarpgroup);
     const int64_t first = int64_t{first_row / kTileRows} * kPairs;
     for (int i = warp * kWarp + lane; i < Traits::kSumColumns; i += kWarpgroup) {

@@ -165,6 +165,15 @@ def _is_verified_architecture(backend: Backend, device: torch.device) -> bool:
     return architecture in backend.verified
 
 
+def _automatic(op: "Op", device: torch.device) -> list[str]:
+    """What is chosen without a record of the user."""
+    return [
+        name
+        for name, backend in op.backends.items()
+        if backend.automatic or _is_verified_architecture(backend, device)
+    ]
+
+
 def _has_passed(op: "Op", backend: str, device: torch.device, dtype: torch.dtype) -> bool:
     return (op.public_name, backend, _verified.name(dtype)) in _verified.passed(device)
 
@@ -278,12 +287,15 @@ def explaining() -> Iterator[list[Explanation]]:
 
 def backend_table(device: torch.device | None = None) -> list[BackendStatus]:
     """Every backend of every public op and whether it is available on `device` (default: the GPU if
-    there is one).
+    there is one); of a backward op, too, where other kernels are chosen than for its forward.
     """
     device = device or _env.default_device()
     table = []
     for op in OPS.values():
-        if not op.requestable or op.is_derivative:
+        if not op.requestable:
+            continue
+        forward = OPS.get(f"{op.public_name}_fwd", op)
+        if op.is_derivative and _automatic(op, device) == _automatic(forward, device):
             continue
         for name, backend in op.backends.items():
             why = _env.refuses_device(name, device) or op.import_failure(name)
@@ -297,9 +309,7 @@ def backend_table(device: torch.device | None = None) -> list[BackendStatus]:
                 tuple(dtype for *key, dtype in sorted(found) if key == [op.public_name, name])
                 for found in (_verified.passed(device), _verified.failed(device))
             )
-            automatic = backend.automatic or (
-                _is_verified_architecture(backend, device) and not failed
-            )
+            automatic = backend.automatic or (name in _automatic(op, device) and not failed)
             status = (why is None, why or "", automatic, () if automatic else passed)
             table.append(BackendStatus(op.name.removesuffix("_fwd"), name, *status))
     return table

@@ -300,6 +300,28 @@ def test_verified_architectures_need_no_record(
     assert candidates("sm_90") == ["reference"]
 
 
+def test_kernels_chosen_on_hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a record, those that have passed there as they are now."""
+    monkeypatch.setenv(_env.RECORD_VARIABLE, str(tmp_path / "none.json"))
+    norms = ("layer_norm", "add_layer_norm", "rms_norm")
+    sm90 = ("attention", "attention_varlen", "attention_paged", "ffn")
+    expected = {f"{name}_{direction}": ["sm90"] for name in sm90 for direction in ("fwd", "bwd")}
+    expected |= {f"{name}_fwd": ["cuda", "triton"] for name in norms}
+    expected |= {f"{name}_bwd": ["triton"] for name in norms}
+    for name, op in _select.OPS.items():
+        if not op.requestable:
+            continue
+        monkeypatch.setattr(op, "orders", {})
+        chosen = [b.name for b in _select.order(op, CUDA, torch.bfloat16) if not b.automatic]
+        assert chosen == expected.get(name, []), name
+    monkeypatch.setattr(_env, "refuses_device", lambda backend, device: "is unsupported")
+    automatic = {(row.op, row.backend): row.automatic for row in backend_table(CUDA)}
+    assert {op for op, _ in automatic if op.endswith("_bwd")} == {f"{name}_bwd" for name in norms}
+    for name in norms:
+        assert automatic[name, "cuda"] and automatic[f"{name}_bwd", "triton"]
+        assert not automatic[f"{name}_bwd", "cuda"]
+
+
 def test_unverified_architecture_warns_once(
     make_op: MakeOp, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -151,6 +151,18 @@ def test_values(
         assert comparison.ok, f"{name}: {comparison.message}"
 
 
+@pytest.mark.usefixtures("simulate")
+@pytest.mark.parametrize("name", SPECS)
+def test_another_backward_follows_the_forward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Hopper, where the backward is another backend's: the statistics mean the same."""
+    op, sample = SPECS[name], OWN[name][1]
+    oracle = Oracle(op, sample, BF16)
+    on_host.replace(monkeypatch, [f"{name}_fwd"])
+    for result, value in _run(op, sample, sample.inputs("cpu", BF16), "reference").items():
+        comparison = oracle.judge(result, value)
+        assert comparison.ok, f"{result}: {comparison.message}"
+
+
 # -- what samples do not have ----------------------------------------------------------------------
 def _add(x: Tensor, residual: Tensor, **options: Any) -> list[Tensor]:
     """The results and gradients of add_layer_norm with these tensors as leaves."""

@@ -95,7 +95,7 @@ struct DistanceBias {
 // tensors, by less than 128 rows or keys.
 constexpr int kDistancePadding = 192;
 
-// What happens to a score before masks: cap * tanh(score / cap), and a bias is added.
+// Score modifications before masks: cap * tanh(score / cap), then a bias is added.
 struct ScoreChanges {
   float cap = 0.0f;  // 0: none
   DistanceBias bias;
@@ -156,8 +156,8 @@ struct KeySplits {
   RowMaxSum* max_sum = nullptr;  // [count, rows]
 };
 
-// What an instance supports besides its type and head dim. All support lengths; all but kFull
-// support causal masks and windows.
+// Features that an instance supports besides its type and head dim. All support lengths; all but
+// kFull support causal masks and windows.
 enum class Variant {
   kFull,
   kBounded,
@@ -168,7 +168,7 @@ enum class Variant {
   kBiasDropout,
   kSinks,  // bounded; the backward needs none of its own
   kPaged,  // the same for keys and values in pages
-  // With changes of scores and sinks.
+  // With score modifications and sinks.
   kScores,         // bounded; the backward decides at run time whether it drops weights
   kScoresDropout,  // the backward needs none of its own
   kScoresDense,    // decides at run time whether it drops weights, and whether the mask is additive
@@ -208,7 +208,7 @@ FASTATTN_PURE int forward_block(int head_dim, Variant variant = Variant::kFull) 
   return head_dim <= 128 ? 128 : head_dim <= 192 ? 112 : 80;
 }
 
-// What both directions are given. Pointers to workspace are set by their lay_out
+// Arguments of both directions. Pointers to workspace are set by their lay_out
 // (sm90/forward/workspace.h, sm90/backward/workspace.h).
 struct Problem : LengthsAndBounds {
   DType dtype;

@@ -1,5 +1,5 @@
-// What the bindings of attention on the CPU share: from tensors to the kernels' arguments. Tensors
-// are copied only if their last dimension is not contiguous.
+// Common code of the bindings of attention on the CPU: from tensors to the kernels' arguments.
+// Tensors are copied only if their last dimension is not contiguous.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +27,7 @@ inline std::optional<Tensor> rows_of(const std::optional<Tensor>& x) {
   return x ? std::optional(rows_of(*x)) : x;
 }
 
-// What a call is, in the order of the schemas of both directions.
+// Operands of a call, in the order of the schemas of both directions.
 struct Operands {
   Arguments& from;
   Tensor q = from.tensor(), k = from.tensor(), v = from.tensor();

@@ -20,8 +20,8 @@ inline constexpr int64_t kMaxTiles = int64_t{1} << 30;
 inline constexpr int64_t kMaxHeadDim = 256;
 
 // -- the arguments -------------------------------------------------------------------------------
-// What a call is, the same for both directions. Tensors are [batch, heads, rows, columns] or, with
-// cu_seqlens, [rows, heads, columns]: packed sequences are one batch entry.
+// Arguments of a call, the same for both directions. Tensors are [batch, heads, rows, columns] or,
+// with cu_seqlens, [rows, heads, columns]: packed sequences are one batch entry.
 inline const std::string kCallSchema =
     "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? mask_tiles, Tensor? key_lengths, "
     "Tensor? query_lengths, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int max_seqlen_q, "
@@ -42,7 +42,7 @@ struct Call {
   double scale = from.take<double>(), dropout_p = from.take<double>();
   std::optional<Tensor> dropout_seed = from.optional();
   int64_t dropout_stream = from.take<int64_t>();
-  // Of attention_paged_fwd, set by its binding: k and v are [pages, kv_heads, page, columns].
+  // Pages of attention_paged_fwd, set by its binding: k and v are [pages, kv_heads, page, columns].
   std::optional<Tensor> block_table = {};
 
   bool packed() const { return cu_seqlens_q.has_value(); }
@@ -66,7 +66,7 @@ T* cuda_data_of(const Tensor& tensor, const char* name, const Tensor& q, ScalarT
   return static_cast<T*>(tensor.data_ptr());
 }
 
-// The view of a tensor with `heads` heads of `rows` rows, of so many batch entries or pages.
+// View of a tensor of `batch` entries or pages, with `heads` heads of `rows` rows.
 inline TensorView view_of(const Tensor& x, const char* name, const Call& call, int64_t batch,
                           int heads, int rows, int columns) {
   const Tensor& q = call.q;
@@ -287,7 +287,7 @@ inline void set_problem(Problem& p, const Call& call, bool tiles_keys) {
   p.changes = changes_of(call, p);
 }
 
-// The variant of a problem with dropout, a dense mask, changes of scores or sinks; without, the
+// The variant of a problem with dropout, a dense mask, score modifications or sinks; without, the
 // bounded one. with_sinks: the kernel adds sinks.
 inline Variant variant_of(const Problem& p, bool with_sinks) {
   const bool drops = p.dropout.seed;

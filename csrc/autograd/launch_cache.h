@@ -27,8 +27,8 @@ namespace fastattn::autograd {
 
 using torch::jit::Stack;
 
-// What backends are selected and launched by, as numbers: the values of arguments, of tensors their
-// dtype, device, sizes, strides and alignment, which of them are the same tensor, and whether
+// Key by which backends are selected and launched, as numbers: the values of arguments, of tensors
+// their dtype, device, sizes, strides and alignment, which of them are the same tensor, and whether
 // algorithms must be deterministic.
 using CallKey = std::vector<int64_t>;
 
@@ -235,7 +235,7 @@ class Cached final : public c10::OperatorKernel {
 };
 
 // -- for Python ----------------------------------------------------------------------------------
-// By the overload's name.
+// Launches by the overload's name.
 inline std::unordered_map<std::string, Launches>& launches_by_op() {
   static auto* launches = new std::unordered_map<std::string, Launches>;
   return *launches;

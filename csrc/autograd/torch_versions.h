@@ -1,4 +1,4 @@
-// What differs between the versions of torch that the extension can be built with.
+// Differences between the versions of torch that the extension can be built with.
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>

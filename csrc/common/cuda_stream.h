@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-// What cudaStream_t points to.
+// The type that cudaStream_t points to.
 struct CUstream_st;
 
 namespace fastattn::cuda {

@@ -80,7 +80,7 @@ FASTATTN_PURE uint32_t byte_of(uint32_t word, int index) {
 FASTATTN_PURE uint32_t lattice_unit(uint32_t position) {
   return position / 16 * 8 + position % 8;
 }
-// Units of so many positions, a multiple of 16.
+// Number of units in `positions`, a multiple of 16.
 FASTATTN_PURE int units(int positions) {
   return positions / 2;
 }
@@ -91,7 +91,7 @@ FASTATTN_PURE int lattice_bit(uint32_t position) {
 // The numbers of attention's seed: itself, and the origin behind it.
 constexpr int kSeedAndOrigin = 5;
 
-// What is added to a call's sequences, heads, and units of rows and columns.
+// Offsets added to a call's sequences, heads, and units of rows and columns.
 struct Origin {
   uint32_t b = 0, h = 0, row_unit = 0, column_unit = 0;
 };
@@ -131,7 +131,7 @@ FASTATTN_PURE int threshold(double p) {
   return rounded < 1 ? 1 : rounded > 255 ? 255 : rounded;
 }
 
-// What kept elements are multiplied by, so that expectations are exact.
+// Factor applied to kept elements, so that expectations are exact.
 FASTATTN_PURE float keep_scale(int threshold) {
   return threshold == kDropAll ? 0.0f : 256.0f / static_cast<float>(kDropAll - threshold);
 }

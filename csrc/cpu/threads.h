@@ -1,6 +1,6 @@
 // How the workers of a parallel region share its tasks: Queue for independent tasks, Steps for
-// tasks with dependencies. What several workers write has cache lines of its own: shared with data
-// that others read, a task took up to 0.3 us more (two Zen 5 threads).
+// tasks with dependencies. Data that several workers write has cache lines of its own: shared with
+// data that others read, a task took up to 0.3 us more (two Zen 5 threads).
 #pragma once
 
 #include <algorithm>
@@ -91,7 +91,7 @@ class alignas(64) Steps {
     }
   }
 
-  // Divides the tasks among so many workers. Called once, before work().
+  // Divides the tasks among `workers` workers. Called once, before work().
   void assign_shares(int64_t workers) {
     workers_ = workers;
     int64_t shares = 0;

@@ -1,5 +1,5 @@
-// What the bindings of the products share: operands and results of products, their workspace, and a
-// team on PyTorch's threads.
+// Common code of the bindings of the products: operands and results of products, their workspace,
+// and a team on PyTorch's threads.
 #pragma once
 
 #include <algorithm>
@@ -83,7 +83,7 @@ inline int64_t with_room_for_large_pages(int64_t floats) {
   return large ? floats + 2 * kLargePage / static_cast<int64_t>(sizeof(float)) : floats;
 }
 
-// Up to this size on the stack: that of linear in place for 4 rows and two workers.
+// Largest workspace on the stack: that of linear in place for 4 rows and two workers.
 using Workspace = Workspace<4096>;
 
 // Sections of the workspace; without one it only counts their size.

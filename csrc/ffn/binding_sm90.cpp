@@ -17,7 +17,7 @@ constexpr int64_t kMaxTiles = int64_t{1} << 30;
 constexpr int kAlignedColumns = 8;  // 16 bytes
 
 // -- arguments ------------------------------------------------------------------------------------
-// What a call is, the same for both directions.
+// Arguments of a call, the same for both directions.
 struct Call {
   DType type;
   ScalarType scalar_type;

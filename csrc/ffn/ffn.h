@@ -49,7 +49,7 @@ constexpr bool copies_columns(int64_t rows, int copy_rows, bool converts, int64_
   return rows >= copy_rows && (converts || stride_bytes % kAliasBytes == 0);
 }
 
-// Up to this depth a weight's gradient is stored from registers.
+// Largest depth for which a weight's gradient is stored from registers.
 constexpr int kShallowDepth = 96;
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) {
@@ -72,7 +72,7 @@ struct Matrix {
   Matrix transposed() const { return {data, columns, rows, column_stride, row_stride}; }
 };
 
-// What is done with a block of sums. Tensors have the product's dtype unless noted.
+// Epilogue of a block of sums. Tensors have the product's dtype unless noted.
 struct Epilogue {
   enum Kind { kStore, kActivate, kDifferentiate };
   Kind kind = kStore;
@@ -158,7 +158,7 @@ struct Kernels {
 
 FASTATTN_DISPATCH(Kernels)
 
-// Whether products of so many rows read operands that are contiguous along the depth as they are.
+// Whether products of `rows` rows read operands that are contiguous along the depth unpacked.
 inline bool are_unpacked(int64_t rows, DType type, bool batch_invariant) {
   return batch_invariant || rows <= kernels().unpacked_rows[static_cast<int>(type)];
 }

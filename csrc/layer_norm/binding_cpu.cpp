@@ -273,7 +273,7 @@ TwoTensors rms_norm_fwd(Tensor x, std::optional<Tensor> weight, double eps) {
   return rms_norm_fwd_out(x, weight, eps, new_rows(x), new_statistic(x));
 }
 
-// What the backward passes share. `z` is what was normalised.
+// Arguments of all backward passes. `z`: the normalised tensor.
 Backward backward_of(const Tensor& z, const std::optional<Tensor>& dy,
                      const std::optional<Tensor>& weight, const Tensor* mean, const Tensor& rstd,
                      const Tensor& dsum, Workspace& workspace) {

@@ -59,7 +59,7 @@ RowsView rows_if(const std::optional<Tensor>& x, const char* name, const Tensor&
 }
 
 // -- the problem ---------------------------------------------------------------------------------
-// What both directions are given.
+// Sets the arguments of both directions.
 template <class Problem>
 void set_problem(Problem& p, const Tensor& z, std::initializer_list<const Tensor*> parameters) {
   p.type = dtype_of(z, "the rows");

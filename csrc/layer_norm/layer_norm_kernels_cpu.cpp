@@ -14,13 +14,11 @@ namespace fastattn::norm::FASTATTN_ISA {
 
 using namespace fastattn::FASTATTN_ISA;
 
-// Sums are accumulated in blocks of so many columns: rounding grows with the length of a chain of
-// additions.
+// Columns of a block of sums: rounding grows with the length of a chain of additions.
 constexpr int kBlock = 1024;
 // The backward processes wide rows together, so that a column's parameter gradients are loaded once
 // for all of them. Narrow fp32 rows are processed one by one: the gradients stay in the L1 cache
-// anyway, and fewer streams prefetch better. (One Zen 5 thread, together against one by one: fp32
-// 512 x 4096 0.72 and 0.93 ms, 2048 x 768 0.28 and 0.24 ms; bf16 64 x 512 5.2 and 7.1 us.)
+// anyway, and fewer streams prefetch better (docs/pages/kernels/cpu.md).
 constexpr int kRowsTogether = 4;
 template <class Z>
 constexpr int64_t kWide = sizeof(Z) == sizeof(float) ? 2048 : 0;

@@ -1,4 +1,4 @@
-// What the norms' kernels are written in: vectors of elements, the columns and values of a thread,
+// Building blocks of the norms' kernels: vectors of elements, the columns and values of a thread,
 // sums over a row, dropout.
 #pragma once
 

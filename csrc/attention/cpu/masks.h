@@ -34,8 +34,8 @@ inline Range keys_of(const Problem& a, const Sequence& s, int row) {
   return keys_of_row(row, s.bounds, a.key_lengths.at(index, s.keys));
 }
 
-// The lse of rows of one head. That of dead rows, which have no allowed key, is the head's sink
-// (-inf without sinks), or -inf where query_lengths exclude the row; that of other rows is larger.
+// The lse of rows of one head. Dead rows, which have no allowed key, have the head's sink as lse
+// (-inf without sinks), or -inf where query_lengths exclude the row; other rows have a larger lse.
 struct LseRows {
   const float* lse;  // null: no row is known to be dead
   float sink;
@@ -186,7 +186,8 @@ struct ByteRow {
   }
 };
 
-// What a mask adds to `count` scores of a row, -inf where it blocks; padded with -inf to kTileKeys.
+// Values that a mask adds to `count` scores of a row, -inf where it blocks; padded with -inf to
+// kTileKeys.
 inline void mask_row(const MaskView& mask, int64_t offset, int count, float* bias) {
   if (has_byte_row(mask)) {
     uint8_t bytes[kTileKeys] = {};
@@ -242,7 +243,7 @@ inline bool allows_some(const MaskView& mask, int64_t offset, int count) {
   return some;
 }
 
-// What a dense mask and a bias by distance add to the scores of a tile, row by row.
+// Values added to the scores of a tile, row by row: a dense mask and a bias by distance.
 class TileBias {
  public:
   bool none = false;  // nothing is allowed

@@ -31,15 +31,15 @@ constexpr int kTileKeys = 128;
 constexpr int kBiasRows = 2;
 // Distances between the rows and keys of a tile, rounded up.
 constexpr int kTileDistances = kTileRows + kTileKeys;
-// Every so many'th tile of keys has the same sums by distance, which one task computes. With fewer,
-// workers could be idle; each takes 2 / head_dim of q's memory in fp32.
+// Number of tasks that compute sums by distance: tile n of the keys belongs to task n %
+// kDistanceParts. With fewer, workers could be idle; each takes 2 / head_dim of q's memory in fp32.
 constexpr int kDistanceParts = 8;
 // Floats of one tile's sums by distance: rows for each lane of a vector, with margins of a vector.
 constexpr int kMostLanes = 16;
 constexpr int kTileSums = kMostLanes * (kTileDistances + kMostLanes) + kMostLanes;
 
-// Up to so many queries of the heads that share keys are computed without packing keys, as is one
-// query of any number of heads (decode.h; with AVX-512 not measured).
+// Largest number of queries, in all heads that share keys, that are computed without packing keys.
+// One query of each head never packs them (decode.h; with AVX-512 not measured).
 constexpr int kFewRows = 8;
 // Keys of a split for few queries. Where one worker computes all splits, it combines them in the
 // same way, so that the bits are the same.
@@ -151,14 +151,14 @@ struct Problem {
     return s;
   }
 
-  // What scores are multiplied by; capped ones already have the scale.
+  // Factor applied to scores; capped scores already have the scale.
   FASTATTN_INLINE float score_scale() const { return softcap > 0.0f ? 1.0f : scale; }
   FASTATTN_INLINE float sink(int64_t h) const {
     return sinks ? sinks[h] : -std::numeric_limits<float>::infinity();
   }
   int64_t group() const { return kv_heads > 0 ? heads / kv_heads : 0; }
-  // Whether these are few queries. Those of a sequence that attends to itself are not: in a padded
-  // batch they would be more, and a sentence's scores must have the same bits there.
+  // Whether these are few queries. Queries of a sequence that attends to itself are not: in a
+  // padded batch they would be more, and a sentence's scores must have the same bits there.
   bool is_few(int64_t queries, int64_t keys) const {
     return queries == 1 || (queries != keys && queries * group() <= kFewRows);
   }
@@ -197,7 +197,7 @@ struct Forward : Problem {
     const int64_t rows = batch * heads * queries;
     return all_few() && splits() > 1 ? rows * splits() * partial_floats() : 0;
   }
-  // Those of row h * s.queries + i, for query i of head h.
+  // Partial results of row h * s.queries + i, for query i of head h.
   FASTATTN_INLINE float* partials_of(const Sequence& s, int64_t row) const {
     return partials + (s.b * heads * queries + row) * splits() * partial_floats();
   }

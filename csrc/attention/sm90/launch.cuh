@@ -60,7 +60,7 @@ __device__ __forceinline__ int computed_keys(const LengthsAndBounds& limits, int
   return clamped_length(limits.key_lengths, batch, all);
 }
 
-// The bounds of a batch entry or packed sequence of which so many queries and keys are computed.
+// Bounds of a batch entry or packed sequence with these numbers of queries and keys.
 __device__ __forceinline__ Bounds bounds_of(const LengthsAndBounds& limits, int queries, int keys) {
   Bounds bounds = limits.bounds;
   if (limits.own_diagonals) {

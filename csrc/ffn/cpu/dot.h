@@ -8,12 +8,8 @@
 
 namespace fastattn::ffn::FASTATTN_ISA {
 
-// Up to so many rows, packing a weight costs more than it saves. (All weights of a decoder, 19 MB,
-// one Zen 5 thread: without packing 1.6 times the speed for 4 rows, 1.15 for 16, 1 for 48. With
-// AVX2 and 192 rows, weights of 512 x 512 to 512 x 32000: 1 to 1.2 in fp32 and fp16, 0.9 to 1.1 in
-// bf16. Half precision that AVX-512 converts to fp32, one thread of Emerald Rapids, 512 x 2048, 4,
-// 8, 16 and 32 rows: 0.42, 0.62, 0.88 and 1.07 of the time with packing in bf16, 0.53, 0.84, 1.19
-// and 1.3 in fp16. In portable code there, the numbers of rows below: 0.68 to 1.)
+// Largest number of rows for which packing a weight costs more than it saves. Measured, as are the
+// other constants of this file: docs/pages/kernels/cpu.md.
 template <class T>
 constexpr bool kConverted = !std::is_same_v<T, float> && UnitsOf<T>::kDepth == 1;
 #if defined(__AVX512F__)
@@ -39,9 +35,8 @@ constexpr int kTileRows = kLanes == 16                                 ? 4
 constexpr int kTileColumns = 4;
 template <int kR>
 constexpr int kColumnsOf = kLanes / kR > kTileColumns ? kLanes / kR : kTileColumns;
-// From kCopyRows rows of x on, half precision is copied as fp32, so that tiles do not convert it
-// (512 x 2048, one thread of Emerald Rapids, 64 rows: 114 GFLOP/s instead of 101 in bf16, 94
-// instead of 77 in fp16, with AVX2 68 instead of 57). In bf16 with AVX2 this is no faster.
+// From kCopyRows rows of x on, half precision is copied as fp32, so that tiles do not convert it.
+// In bf16 with AVX2 this is no faster.
 template <class T>
 constexpr bool kConvertsCopies = kConverted<T> && !(kLanes == 8 && std::is_same_v<T, BFloat16>);
 // Bytes of a chunk of the depth: half a panel of the weight and a tile's rows stay in the L1 cache.
@@ -49,11 +44,9 @@ constexpr bool kConvertsCopies = kConverted<T> && !(kLanes == 8 && std::is_same_
 constexpr int kChunkBytes = 2048;
 template <class T>
 constexpr int64_t kChunk = kChunkBytes / (kConvertsCopies<T> ? sizeof(float) : sizeof(T));
-// Rows of a weight that map to one set of the L1 cache are copied from kCopyRows rows of x on
-// (depth 1024, one Zen 5 thread, 48 rows: 180 GFLOP/s instead of 157; depth 2048 with AVX2, 64
-// rows: 76 instead of 65, 8 rows: 53 instead of 63; fp32 in portable code on Emerald Rapids, depth
-// 1024 to 4096: 4 to 12 rows take 4 to 13 % longer with copies, 15 rows 0.98 to 1.05 of the time).
-// Half precision is copied too, if kConvertsCopies.
+// Rows of a weight that map to one set of the L1 cache are copied from kCopyRows rows of x on: with
+// fewer, copying takes longer than the cache misses. Half precision is copied too, if
+// kConvertsCopies.
 template <class T>
 constexpr int kCopyRows = kLanes == 16                    ? 24
                           : kLanes == 8 || !kConverted<T> ? 16
@@ -232,10 +225,7 @@ void dot_half(const T* x, int64_t x_stride, int rows, const W* w, int64_t w_stri
 }
 
 // One row of x is multiplied by kStreams rows of w at a time, far apart, each the next one of a
-// stream that the hardware prefetches. (Weights of 154 MB, one thread: one stream 4.8 ms instead of
-// 5.8 with tiles on Zen 4 with AVX2; on Zen 5 with AVX-512 tiles 5.2, one stream 3.8, four 3.6. 19
-// MB in the L3 cache of Zen 5: one stream 0.17 ms, four 0.16. Four are not measured on Zen 4. 33 MB
-// in half precision with AVX2 on Emerald Rapids: tiles 1.5 ms, four streams 1.1.)
+// stream that the hardware prefetches.
 constexpr int kStreams = 4;
 
 // x times each row of w, elements [first, last) of the depth.

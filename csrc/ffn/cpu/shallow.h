@@ -6,9 +6,8 @@
 
 namespace fastattn::ffn::FASTATTN_ISA {
 
-// Half the rows of a micro-kernel times two panels: writing fewer rows at a time is faster. (Depth
-// 1 in bf16, two Zen 4 threads: 512 rows of 2048 take 135 us with 12 rows times one panel and 97 us
-// with 6 times two. With the panels as the outer loop, 8000 rows of 256 take 2.5 times as long.)
+// Half the rows of a micro-kernel times two panels: writing fewer rows at a time is faster
+// (docs/pages/kernels/cpu.md).
 constexpr int kShallowRows = kRows / 2;
 constexpr int kShallowPanels = 2;
 

@@ -12,9 +12,8 @@
 
 namespace fastattn::ffn {
 
-// Multiply-adds below which another thread costs more than it saves (12 x 256 x 768 floats on two
-// Zen 4 threads: 29 us instead of 50; 1 x 256 x 768: 11 instead of 18), and elements that a task
-// packs, drops or sums.
+// Multiply-adds below which another thread costs more than it saves (docs/pages/kernels/cpu.md),
+// and elements that a task packs, drops or sums.
 constexpr int64_t kGrain = 3 << 17;
 constexpr int64_t kPackGrain = 1 << 15;
 // Fewer rows take nearly as long as these: reading the weight takes the time.
@@ -28,7 +27,7 @@ inline int64_t product_work(int64_t rows, int64_t depth, int64_t columns) {
   return std::max(rows, kLeastRows) * depth * columns;
 }
 
-// Number of workers for so many multiply-adds.
+// Number of workers for `work` multiply-adds.
 inline int64_t workers_for(int64_t work, int64_t threads) {
   return std::clamp<int64_t>(work / kGrain, 1, threads);
 }

@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(kSumThreads)
   }
 }
 
-// Of few rows: a thread has a piece of columns, and adds it in the order of the rows.
+// Sums over few rows: a thread has a piece of columns, and adds it in the order of the rows.
 template <class Element>
 __global__ void __launch_bounds__(kSumThreads)
     sum_parts_kernel(const __grid_constant__ SumColumns args) {

@@ -29,7 +29,7 @@ constexpr int kThreads = (kGroups + 1) * kWarpgroup;
 constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 static_assert(kDepth == sm90::kChunkColumns, "128 bytes, the width of the swizzle");
 
-// What TMA loads and stores for an epilogue: 128 bytes of each of a warp's 16 rows.
+// Box that TMA loads and stores for an epilogue: 128 bytes of each of a warp's 16 rows.
 constexpr int kBoxBytes = sm90::kWarpRows * sm90::kRowBytes;
 template <class Value>
 struct BoxOf {

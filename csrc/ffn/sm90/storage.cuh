@@ -32,7 +32,7 @@ namespace fastattn::ffn {
 constexpr int kPingPongBarrier = 1;
 constexpr int kSumsBarrier = 3;
 
-// Of the columns of a tile, over the rows of each warp.
+// Sums of a tile's columns over the rows of each warp.
 template <int kColumns>
 struct WarpSums {
   float of[kGroups][kWarpsPerGroup][kColumns];

@@ -8,8 +8,8 @@ namespace fastattn::ffn {
 
 struct ProductArguments {
   CUtensorMap a, b;
-  // Of the epilogue, if they are there. loaded: hidden of kDhidden, or the residual; out: hidden of
-  // kUp, dpre, y, dx or dw.
+  // Tensor maps of the epilogue, if it uses them. loaded: hidden of kDhidden, or the residual; out:
+  // hidden of kUp, dpre, y, dx or dw.
   CUtensorMap loaded, out, activated;
   int rows, columns, steps;  // steps: of 64 of the summed dimension, in each part of a tile
   int row_tiles, column_tiles, parts;

@@ -31,7 +31,7 @@ struct ForwardWorkspace {
   }
 };
 
-// What a backward computes.
+// Steps of a backward.
 struct BackwardPlan {
   bool drops;           // dy needs dropout, or another type
   bool differentiates;  // some gradient needs dpre, or `activated`

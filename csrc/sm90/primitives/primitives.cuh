@@ -283,7 +283,7 @@ struct MbarrierRing {
   }
 };
 
-// Two warpgroups take turns. out: the warpgroup of each turn.
+// Ping-pong order of two warpgroups. out: the warpgroup of each turn.
 struct NamedBarriers {
   static constexpr int kThreads = 2 * kWarpgroup, kBlocks = 1, kRounds = 16;
   struct Shared {

@@ -51,7 +51,7 @@ FASTATTN_PURE uint64_t descriptor_at(uint64_t base, uint32_t bytes) {
 }
 
 // Offset of the `step`-th 16 columns of a tile of `rows` rows with k contiguous: 32 bytes inside a
-// chunk's rows, which is legal because the swizzle looks at other address bits.
+// chunk's rows, which is legal because the swizzle uses other address bits.
 FASTATTN_PURE uint32_t k_major_step(int step, int rows) {
   constexpr int kStepsPerChunk = kChunkColumns / kMmaK;
   return (step / kStepsPerChunk) * rows * kRowBytes + (step % kStepsPerChunk) * 2 * kMmaK;

@@ -60,7 +60,7 @@ __device__ __forceinline__ void fetch_bias(const BackwardPart<Traits>& own, int 
 }
 
 // -- adding ---------------------------------------------------------------------------------------
-// A score with the mask: S * scale + mask, or with changes of scores S + mask in base 2.
+// A score with the mask: S * scale + mask, or with score modifications S + mask in base 2.
 template <class Traits>
 __device__ __forceinline__ float biased(const BackwardPart<Traits>& own, float score, float bias) {
   return Traits::kScores ? fmaf(bias, kLog2e, score) : fmaf(score, own.args.scale, bias);
@@ -122,7 +122,7 @@ __device__ __forceinline__ void add_floats(const BackwardPart<Traits>& own,
   }
 }
 
-// With an additive mask and no changes of scores, these are in natural units. Blocked pairs are
+// With an additive mask and no score modifications, these are in natural units. Blocked pairs are
 // masked later.
 template <class Traits>
 __device__ __forceinline__ void add_bias(const BackwardPart<Traits>& own,
@@ -168,7 +168,7 @@ __device__ __forceinline__ float bias_at(const BackwardPart<Traits>& own, int i,
 
 // -- reuse of the shared memory -------------------------------------------------------------------
 // Other warps of the warpgroup store dS and P over floats of the mask, and other warpgroups over a
-// row that is broadcast: waits until all have read theirs.
+// row that is broadcast: waits until all have read their values.
 template <class Traits>
 __device__ __forceinline__ void sync_before_stores(const BackwardPart<Traits>& own) {
   if (!Traits::kSplitsKeys && has_one_row(own.args.mask)) {

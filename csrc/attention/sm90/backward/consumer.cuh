@@ -198,7 +198,7 @@ struct BackwardConsumer {
     }
   }
 
-  // Makes this warpgroup's stores visible to the others, and theirs to it.
+  // Makes the stores of all consumer warpgroups visible to each other.
   __device__ __forceinline__ void sync_scores() {
     ptx::fence_proxy_async();
     own.sync_consumers();

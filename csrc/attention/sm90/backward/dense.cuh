@@ -1,6 +1,5 @@
-// What a dense mask does to a step: metadata, which has been written before Q was loaded, says
-// whether this warpgroup's scores change and which rows are dead. An additive mask is added in
-// bias.cuh.
+// Dense masks in a step of the backward: metadata, written before Q was loaded, says whether this
+// warpgroup's scores change and which rows are dead. An additive mask is added in bias.cuh.
 #pragma once
 
 #include "attention/sm90/backward/masks.cuh"

@@ -1,4 +1,4 @@
-// What the load warp does under a dense mask: metadata of a step, and an additive mask.
+// Loads of the load warp under a dense mask: metadata of a step, and an additive mask.
 #pragma once
 
 #include "attention/sm90/backward/storage.cuh"

@@ -121,7 +121,7 @@ struct DistanceConsumer : TileProducts<Traits, DistanceStorage<Traits>, Distance
     }
   }
 
-  // What a dense mask adds to a score, -inf where it blocks.
+  // Value that a dense mask adds to a score, -inf where it blocks.
   __device__ __forceinline__ float mask_value(const Sequence& sequence, int head, int row,
                                               int key) const {
     const DenseMask& mask = args.mask;

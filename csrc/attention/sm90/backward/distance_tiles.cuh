@@ -44,7 +44,7 @@ __device__ __forceinline__ void init_distance_barriers(DistanceStorage<Traits>& 
   ptx::fence_mbarrier_init();
 }
 
-// Those of the main kernel; tensor maps have boxes of this one's tiles.
+// Arguments of the main kernel; tensor maps have boxes of this kernel's tiles.
 struct DistanceArguments : BackwardArguments {
   DistanceGradient gradient;
   int sequences;  // or batch entries

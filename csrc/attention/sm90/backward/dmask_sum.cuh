@@ -1,5 +1,5 @@
-// What leaves the kernel of an additive mask's gradient: the sum of a tile, and the launch that
-// adds splits. See dmask.cuh.
+// Results of the kernel of an additive mask's gradient: the sum of a tile, and the launch that adds
+// splits. See dmask.cuh.
 #pragma once
 
 #include "attention/sm90/backward/dmask_tiles.cuh"

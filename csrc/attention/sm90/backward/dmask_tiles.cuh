@@ -89,7 +89,7 @@ struct DmaskArguments : LengthsAndBounds {
   CUtensorMap q_map, k_map, v_map, dout_map;
   CUtensorMap bias_map;  // as 16-bit columns, two per float
   bool bias_by_tma;      // otherwise consumers load it
-  // Natural logarithms, in base 2 with changes of scores. Both are padded: the rows of a head are
+  // Natural logarithms, in base 2 with score modifications. Both are padded: the rows of a head are
   // `lse_delta_rows` long.
   const float *lse, *delta;  // delta may be null: 0
   int64_t lse_delta_rows;

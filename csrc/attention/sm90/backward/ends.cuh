@@ -23,8 +23,8 @@ struct alignas(sm90::kPieceBytes) Piece {
 // -- prepare -------------------------------------------------------------------------------------
 constexpr int kPrepareThreads = 256;
 
-// What a row adds to the gradient of its head's sink, of weight 2^(sink - lse): the lse of a row
-// without keys is the sink, and -inf if the row is not computed.
+// Term that a row adds to the gradient of its head's sink, of weight 2^(sink - lse): the lse of a
+// row without keys is the sink, and -inf if the row is not computed.
 __device__ __forceinline__ float sink_term(float sink, float lse, float delta) {
   return lse == kMinusInfinity ? 0.0f : -ptx::ex2((sink - lse) * kLog2e) * delta;
 }

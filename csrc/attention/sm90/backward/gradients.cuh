@@ -1,4 +1,4 @@
-// What leaves a consumer warpgroup of the backward: its part of dQ in every step, dK and dV at the
+// Stores of a consumer warpgroup of the backward: its part of dQ in every step, dK and dV at the
 // end.
 #pragma once
 
@@ -6,8 +6,8 @@
 
 namespace fastattn::attention {
 
-// A piece of it into shared memory, from where a dQ warp adds it to the sum. Each thread stores
-// four floats at a time, side by side: no bank conflicts.
+// Stores a piece of dQ to shared memory, from where a dQ warp adds it to the sum. Each thread
+// stores four floats at a time, side by side: no bank conflicts.
 template <int kPiece, class Traits>
 __device__ __forceinline__ void stage_dq(const BackwardPart<Traits>& own,
                                          const typename BackwardPart<Traits>::Dq& parts) {

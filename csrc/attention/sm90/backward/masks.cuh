@@ -1,5 +1,5 @@
-// What lengths, causal masks and windows do to a step: pairs that are not allowed get P and dS of
-// 0; dead rows and keys are zeroed, whatever they hold.
+// Lengths, causal masks and windows in a step of the backward: pairs that are not allowed get P and
+// dS of 0; dead rows and keys are zeroed, whatever they hold.
 #pragma once
 
 #include "attention/sm90/backward/part.cuh"

@@ -56,7 +56,7 @@ struct BackwardPart {
   }
   __device__ __forceinline__ int first_own_chunk() const { return group * Traits::kGroupChunks; }
 
-  // With an additive mask, changes of scores, or a mask and dropout there are no registers for
+  // With an additive mask, score modifications, or a mask and dropout there are no registers for
   // values derived from the lane: pinned, they are recomputed where they are needed.
   __device__ __forceinline__ AccumulatorThread thread_here() const {
     uint32_t lane[] = {static_cast<uint32_t>(thread.lane)};

@@ -1,4 +1,4 @@
-// What the soft cap and a bias by distance do to a step's scores, before they are masked.
+// The soft cap and a bias by distance on a step's scores, before they are masked.
 #pragma once
 
 #include "attention/sm90/backward/bias.cuh"

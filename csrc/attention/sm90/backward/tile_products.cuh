@@ -1,5 +1,5 @@
-// What the consumers of an additive mask's gradient (dmask_consumer.cuh) and of that of a bias by
-// distance (distance_consumer.cuh) share: products of the tiles in shared memory, and dropout.
+// Common code of the consumers for the gradients of an additive mask (dmask_consumer.cuh) and of a
+// bias by distance (distance_consumer.cuh): products of the tiles in shared memory, and dropout.
 #pragma once
 
 #include "attention/sm90/backward/dmask_tiles.cuh"

@@ -74,7 +74,7 @@ __device__ __forceinline__ Sequence sequence_of(const BackwardArguments& args, i
           bounds_of(args, queries, keys)};
 }
 
-// What a thread block computes.
+// Work of a thread block.
 struct KeyBlock {
   Sequence sequence;
   int first_key;

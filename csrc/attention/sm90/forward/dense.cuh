@@ -1,5 +1,5 @@
-// What a dense mask does to a block: metadata, which has been loaded with K, says whether this
-// warpgroup's scores change, by the mask or by lengths and bounds, and which keys are dead.
+// Dense masks in a block of the forward: metadata, loaded with K, says whether this warpgroup's
+// scores change, by the mask or by lengths and bounds, and which keys are dead.
 #pragma once
 
 #include "attention/sm90/forward/masks.cuh"
@@ -14,8 +14,8 @@ __device__ __forceinline__ const BlockMetadata& metadata_of(const ForwardPart<Tr
   return own.shared.dense.metadata[at.passed % Traits::kMetadataSlots];
 }
 
-// S = S * scale + mask, or with changes of scores S += mask in base 2. Each slot of the ring holds
-// as many columns as 128 bytes do.
+// S = S * scale + mask, or with score modifications S += mask in base 2. Each slot of the ring
+// holds as many columns as 128 bytes do.
 template <class MaskElement, class Traits>
 __device__ __forceinline__ void add_bias(ForwardPart<Traits>& own, BlockScores<Traits>& s,
                                          float scale) {
@@ -39,9 +39,9 @@ __device__ __forceinline__ void add_bias(ForwardPart<Traits>& own, BlockScores<T
   }
 }
 
-// Masks scores that are not scaled yet, or are changed already. With an additive mask and no
-// changes of scores, they are in natural units afterwards, masked or not, as BiasedSoftmax expects
-// of edge blocks.
+// Masks scores that are not scaled yet, or are changed already. With an additive mask and no score
+// modifications, they are in natural units afterwards, masked or not, as BiasedSoftmax expects of
+// edge blocks.
 template <class Traits>
 __device__ __forceinline__ void mask_dense_scores(ForwardPart<Traits>& own, BlockScores<Traits>& s,
                                                   const TileInfo& tile, int n, bool masked,

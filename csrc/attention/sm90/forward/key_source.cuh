@@ -1,4 +1,4 @@
-// Where the load warp finds a block of keys or values: rows of the tensors, or pages.
+// Global memory of a block of keys or values for the load warp: rows of the tensors, or pages.
 #pragma once
 
 #include "attention/sm90/forward/storage.cuh"
@@ -55,8 +55,8 @@ struct KeySource<Traits, true> {
   __device__ __forceinline__ int first_of(int block) const { return block * Traits::kBlock; }
   __device__ __forceinline__ void begin(int last) { page = page_of(first_of(last)); }
 
-  // Of a box that begins with this key. TMA fills a page outside of the tensor with zeros: there is
-  // no entry before the first key, and that of a key beyond the length may be any number.
+  // Page of a box that begins with this key. TMA fills a page outside of the tensor with zeros:
+  // there is no entry before the first key, and that of a key beyond the length may be any number.
   __device__ __forceinline__ int page_of(int key) const {
     constexpr int kNoPage = -1;
     return key >= 0 && key < keys ? table[key >> pages.log2_size] : kNoPage;

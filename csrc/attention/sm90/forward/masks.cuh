@@ -1,5 +1,5 @@
-// What lengths, causal masks, windows and dropout do to a block: masked scores, zeroed values of
-// dead keys, dropped weights.
+// Lengths, causal masks, windows and dropout in a block: masked scores, zeroed values of dead keys,
+// dropped weights.
 #pragma once
 
 #include "attention/sm90/forward/part.cuh"

@@ -12,7 +12,7 @@ namespace fastattn::attention {
 using sm90::AccumulatorThread;
 using sm90::RingPosition;
 
-// Of the scores that the softmax is given.
+// Factor that the softmax applies to scores before exp2.
 template <class Traits>
 __device__ __forceinline__ float scale_log2(const ForwardArguments& args) {
   return Traits::kScores ? 1.0f : args.scale_log2;

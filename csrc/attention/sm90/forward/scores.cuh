@@ -1,4 +1,4 @@
-// What the soft cap and a bias by distance do to a block, before it is masked.
+// The soft cap and a bias by distance on a block's scores, before they are masked.
 #pragma once
 
 #include "attention/sm90/forward/masks.cuh"

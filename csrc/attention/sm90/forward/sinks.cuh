@@ -24,7 +24,7 @@ __device__ __forceinline__ float next_above(float x) {
 }
 
 // Returns lse with the sink; `factor` of the row's output becomes less. The lse of a row without
-// keys, and of no other, becomes the sink: the backward knows these rows by it.
+// keys, and of no other, becomes the sink: the backward identifies these rows by it.
 __device__ __forceinline__ float add_sink(float lse, float sink, float& factor) {
   if (lse == kMinusInfinity) {
     return sink;

@@ -18,9 +18,9 @@ struct ForwardPlan {
 };
 
 // The fewest splits that keep nearly as many SMs busy as any number can. rows: of a tile; blocks:
-// of keys, each of so many. None of this is measured: combining costs a launch, about as much as an
-// SM takes for 4 blocks of keys; a row's partial result is written and read again in the time that
-// 8 keys take.
+// of `block` keys each. None of this is measured: combining costs a launch, about as much as an SM
+// takes for 4 blocks of keys; a row's partial result is written and read again in the time that 8
+// keys take.
 inline int num_splits(int64_t tiles, int rows, int blocks, int block, int num_sms) {
   constexpr double kFewTiles = 0.8;  // of the SMs: more than a fifth would have no work
   constexpr int kMinBlocks = 8;      // fewest blocks of keys to split

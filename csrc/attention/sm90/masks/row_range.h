@@ -52,7 +52,7 @@ FASTATTN_PURE Range blocks_covered(Range rows, int count, int size) {
   return rows.end < count ? blocks : Range{blocks.begin, (count + size - 1) / size};
 }
 
-// What a thread block computes for one block of keys. Ranges are in blocks of rows.
+// Blocks of rows that a thread block computes for one block of keys. Ranges are in blocks of rows.
 struct RowPlan {
   Range visited;  // those with an allowed pair
   Range full;     // those whose rows may attend all of these keys: no masking

@@ -1,5 +1,5 @@
-// Changes of scores before masks, in registers: the soft cap, and a bias for each distance between
-// key and query. Scores are in base 2 afterwards.
+// Score modifications before masks, in registers: the soft cap, and a bias for each distance
+// between key and query. Scores are in base 2 afterwards.
 #pragma once
 
 #include "attention/sm90/launch.cuh"

@@ -1,4 +1,4 @@
-"""What is measured: groups of candidates on one workload, and how to select among them.
+"""Cases of the benchmarks: groups of candidates on one workload, and how to select among them.
 
 A case is one measurement, named op-direction-workload-dtype-implementation; a group holds the cases
 of one op, workload and dtype. Workloads come from the ops' specifications, those of whole models
@@ -154,8 +154,8 @@ def _is_default(candidate: Implementation, workload: Workload, quick: bool) -> b
 
 
 def unfinished(items: Sequence[Group], finished: Collection[str]) -> list[Group]:
-    """The groups without the directions of which every case is among the finished ones. Those that
-    are timed together are repeated together, for the ratios of their times.
+    """The groups without the directions of which every case is among the finished ones. Directions
+    that are timed together are repeated together, for the ratios of their times.
     """
     found = []
     for group in items:

@@ -2,7 +2,7 @@
 
 The oracle is torch.nn.Transformer in fp64 with the same weights, run on whole prefixes: each token
 that a greedy candidate chose must have the largest logit there, within the error budget of a logit,
-and the log-probability that beam search returns must be that of its hypothesis. Of a model with
+and the log-probability that beam search returns must be that of its hypothesis. For a model with
 other weights only the number of tokens is checked. END is unlikely: all decode equally long.
 """
 

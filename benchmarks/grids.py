@@ -99,8 +99,8 @@ def grids(results: Iterable[Row]) -> list[Grid]:
 
 @dataclass(frozen=True)
 class PeerRatios:
-    """Of each workload of a grid that has a peer the row of the fastest fastattn backend, whose
-    ratio is the time of the fastest peer / its own.
+    """The row of the fastest fastattn backend for each workload of a grid that has a peer; the
+    ratio is the time of the fastest peer / that of the backend.
     """
 
     grid: Grid

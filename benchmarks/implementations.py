@@ -33,7 +33,7 @@ SCORE_ARGUMENTS = ("alibi_slopes", "softcap", "sinks", "relative_bias")
 
 @dataclass(frozen=True)
 class Task:
-    """What a peer must compute. inputs: one copy; masks and lengths are the same in all copies."""
+    """Call that a peer computes. inputs: one copy; masks and lengths are the same in all copies."""
 
     op: str
     workload: Workload

@@ -148,7 +148,7 @@ class OpBenchmark:
         return lambda: torch.autograd.grad(value, wanted, dout, retain_graph=True)
 
     def _measure_peak(self, name: str, forward: Forward, direction: str) -> None:
-        """Of one call, or of forward and backward: beyond the inputs, including the results."""
+        """Peak memory of a call or of forward and backward, beyond the inputs, with the results."""
 
         def both() -> None:
             leaves = self._leaves(self.inputs)

@@ -25,7 +25,7 @@ Decode = Callable[[Tokens], tuple[Tokens, list[float] | None]]
 
 @dataclass(frozen=True)
 class DecoderTask:
-    """What a decoder must compute: `Task` without what cannot be sent to another process."""
+    """The decoding that a peer must compute: a `Task` that can be sent to another process."""
 
     size: DecodeSize
     dtype: torch.dtype

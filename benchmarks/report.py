@@ -222,7 +222,7 @@ def header(results: Sequence[Row]) -> list[Block]:
 
 
 def _above_ceilings(under: Sequence[Row]) -> list[str]:
-    """What the figures above the measured ceilings mean."""
+    """Explanations of figures above the measured ceilings."""
     measured = [r for r in under if r["status"] == "ok"]
     fast = [r for r in measured if rows.exceeds_flops(r)]
     cached = [r for r in measured if rows.exceeds_bytes(r)]

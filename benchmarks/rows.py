@@ -122,7 +122,7 @@ def _rate(row: Row, ceiling: Mapping[str, float] | None) -> None:
         row["roof"] = minimum / seconds
 
 
-# Of the CPUs' time: from there on other processes make times and ratios vary.
+# Share of the CPUs' time from which on other processes make times and ratios vary.
 BUSY = 0.1
 
 
@@ -148,7 +148,7 @@ def exceeds_bytes(row: Mapping[str, Any]) -> bool:
 
 
 def measured_on(device: str, versions: Mapping[str, str]) -> dict[str, Any]:
-    """What a file of figures with fields of its own says of where and when they were measured."""
+    """Device, date, commit and versions, for a file of figures that are not rows of this suite."""
     date = datetime.date.today().isoformat()
     return {"device": device, "date": date, "commit": commit(), "versions": dict(versions)}
 
@@ -203,8 +203,8 @@ def read_all(path: Path) -> Iterator[Row]:
 
 
 def read(paths: Iterable[Path]) -> Iterator[Row]:
-    """The rows of some files. Of a workload measured several times on one machine and the same
-    sources, the run with the median ratio to the best peer; of other sources, the last run.
+    """The rows of some files. If a workload was measured several times on one machine and the same
+    sources, the run with the median ratio to the best peer; on other sources, the last run.
     """
     measured: dict[tuple[Any, ...], list[dict[str, Row]]] = {}
     for path in paths:
@@ -237,5 +237,5 @@ def _sources(run: Mapping[str, Row]) -> dict[str, tuple[Any, Any]]:
 
 
 def _ratio(run: Mapping[str, Row]) -> float:
-    """That of fastattn's fastest backend."""
+    """The largest `ratio_best` of fastattn's backends, 0 without one."""
     return max((r.get("ratio_best") or 0.0 for r in run.values() if is_fastattn(r)), default=0.0)

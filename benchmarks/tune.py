@@ -80,7 +80,7 @@ def _has_tiles(config: Any) -> bool:
 
 
 def _first_product(tile: Any) -> str:
-    """Of the feed-forward network: the tile of the Triton kernel, None for PyTorch's product."""
+    """Name of ffn's first product. tile: of the Triton kernel, None for PyTorch's product."""
     if tile is None:
         return "PyTorch's product"
     options = [f"{f.name}={getattr(tile, f.name)}" for f in fields(tile)[3:]

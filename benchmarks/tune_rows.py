@@ -19,7 +19,7 @@ _EPS = 1e-5
 
 
 class _RowTask:
-    """What norms and the feed-forward network have in common."""
+    """Common code of norms and the feed-forward network."""
 
     dtype: str
 

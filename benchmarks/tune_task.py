@@ -1,4 +1,4 @@
-"""What `benchmarks.tune` uses of a task, for all ops."""
+"""The interface of a task that `benchmarks.tune` uses, for all ops."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What the examples share: options, a training loop with a progress bar, saving figures."""
+"""Common code of the examples: options, a training loop with a progress bar, saving figures."""
 
 import argparse
 from collections.abc import Callable, Iterable

@@ -27,7 +27,7 @@ def key_mask(inputs: Inputs) -> Tensor | None:
 
 
 def distance_bias(inputs: Inputs) -> Tensor:
-    """What ALiBi or a table adds to the scores of causal attention, [1, H, M, N] in q's dtype."""
+    """Bias of ALiBi or a table for the scores of causal attention, [1, H, M, N] in q's dtype."""
     q, N = inputs["q"], inputs["k"].shape[2]
     places = torch.arange(N, device=q.device)
     d = places - torch.arange(q.shape[2], device=q.device)[:, None]

@@ -1,4 +1,4 @@
-"""What an experiment is: three functions, and the checks that one of them returns."""
+"""The interface of an experiment: three functions, and the checks that one of them returns."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-# What an experiment has measured, as it is written to JSON.
+# Measurements of an experiment, as they are written to JSON.
 Values = dict[str, Any]
 
 

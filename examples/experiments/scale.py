@@ -27,7 +27,8 @@ def gap_density(count: int) -> float:
 
 def score_gradients(q: Tensor, k: Tensor, scale: float) -> tuple[float, float]:
     """The squared norm of a query's gradient of the scores, for random gradients of the weights:
-    its mean and its median. A mask of zeros is added to the scores, so its gradient is theirs.
+    its mean and its median. A mask of zeros is added to the scores, so that its gradient is the
+    scores' gradient.
     """
     B, _, M, _ = q.shape
     mask = torch.zeros(B, 1, M, KEYS, requires_grad=True)

@@ -1,4 +1,4 @@
-"""What the commands share: exit codes, usage errors, argument types, common options."""
+"""Common code of the commands: exit codes, usage errors, argument types, common options."""
 
 from __future__ import annotations
 

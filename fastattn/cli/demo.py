@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from fastattn.seq2seq.demo import DemoReport
 
-# Of the check on a GPU, which compiles kernels.
+# Time limit of the check on a GPU, which compiles kernels.
 _CHECK_SECONDS = 60
 
 

@@ -49,7 +49,7 @@ from fastattn.nn.relative import AlibiPositions
 from fastattn.nn.sharding import ShardedDropout, TokenModelParts
 
 DIMENSIONS = ("data", "context", "tensor")  # outermost first
-# Of these meshes, FSDP's is the first dimension.
+# Meshes whose first dimension is FSDP's.
 SLICED = (("data",), ("context",), ("data", "tensor"), ("context", "tensor"))
 METHODS = ("ring", "all_to_all")
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
@@ -58,7 +58,7 @@ _LAYERS = (TransformerEncoderLayer, TransformerDecoderLayer)
 
 @dataclass(frozen=True)
 class Plan:
-    """What `parallelize` does along the dimensions of a mesh.
+    """The options of `parallelize` along the dimensions of a mesh.
 
     Attributes:
         context: how attention exchanges keys along "context", "ring" or "all_to_all".
@@ -78,7 +78,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class Report:
-    """What `parallelize` did: rows of a module's name and a description. str() is a table."""
+    """The changes that `parallelize` made: rows of a module's name and a description. str() is a
+    table.
+    """
 
     rows: tuple[tuple[str, str], ...]
 
@@ -183,7 +185,7 @@ class _Pieces:
                 yield f"{name}.layers.{index}".removeprefix("."), layer
 
 
-# -- refusals -------------------------------------------------------------------------------------
+# -- unsupported models ---------------------------------------------------------------------------
 def _refusals(
     pieces: _Pieces, sizes: dict[str, int], plan: Plan, device_type: str
 ) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What `parallelize` gives to modules: the `Sharding` of a stack on a mesh.
+"""The `Sharding` of a stack on a mesh, which `parallelize` gives to modules.
 
 Along "tensor", a process holds a share of the heads, of the hidden columns and of the vocabulary,
 and, with `rows`, a share of the rows of the residual stream. Along "context" it holds a share of
@@ -220,7 +220,7 @@ class TokenSharding(StackSharding):
         return self._shard(targets, ignore_index, True)
 
     def _multiple(self, balanced: bool) -> int:
-        """What has to divide the length of a sequence."""
+        """The number that has to divide the length of a sequence."""
         P, method = self.place.context.size, self.method
         if P == 1:
             return self.row_multiple

@@ -244,7 +244,7 @@ class _CrossAttention(Cache):
 
 
 class _CrossLayer:
-    """What a model reads of a filled layer."""
+    """The interface of a filled layer that a model reads."""
 
     def __init__(self, owner: BeamCache, layer: LayerCache) -> None:
         self.keys, self.values = layer.memory_heads()

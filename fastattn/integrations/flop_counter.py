@@ -27,7 +27,7 @@ def attention_flops(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **kwargs: Any) 
 def attention_paged_flops(
     q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, *rest: Any, **kwargs: Any
 ) -> int:
-    """Those of all keys of the block table: k `[P, K, page, D]`, v `[P, K, page, E]`."""
+    """FLOPs for all keys of the block table: k `[P, K, page, D]`, v `[P, K, page, E]`."""
     B, H, M, D = q.shape
     return 2 * B * H * M * block_table.shape[1] * k.shape[2] * (D + v.shape[3])
 
@@ -43,7 +43,7 @@ def attention_backward_flops(
 def attention_with_weights_backward_flops(
     dout: Tensor | None, dlse: Tensor | None, dweights: Tensor | None, *rest: Any, **kwargs: Any
 ) -> int:
-    """Those of `attention_backward_flops`."""
+    """FLOPs of `attention_backward_flops`."""
     return attention_backward_flops(dout, dlse, *rest)
 
 

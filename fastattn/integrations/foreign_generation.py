@@ -47,7 +47,7 @@ _ARGUMENTS = {"encoder_outputs", "attention_mask", "use_cache"}  # and the cache
 
 
 def _cache_name(model: Any) -> str:
-    """What a model calls the cache in its arguments and results; transformers 5.24 renamed it."""
+    """The model's name for the cache in its arguments and results; transformers 5.24 renamed it."""
     kind: Any = type(model)
     return _cache_name_of(kind)
 
@@ -164,7 +164,7 @@ class _Program:
 # -- one call of generate -------------------------------------------------------------------------
 @dataclass
 class State:
-    """What a converted model keeps between calls; copies and pickles of the model start anew."""
+    """The state of a converted model between calls; copies and pickles of the model start anew."""
 
     fallbacks: dict[str, int] = field(default_factory=dict)  # reason -> calls
     programs: OrderedDict[Hashable, _Program] = field(default_factory=OrderedDict)
@@ -186,7 +186,7 @@ class State:
 
 
 class _Generation:
-    """What `generate` takes for its cache: it answers the model's calls."""
+    """The object that `generate` uses as its cache, and the model calls."""
 
     is_compileable = False
     is_linear = (False,)
@@ -302,7 +302,7 @@ def _round_up(size: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class _Survey:
-    """What a recorded step depends on: the addresses and strides of parameters and buffers, the
+    """The dependencies of a recorded step: the addresses and strides of parameters and buffers, the
     modules, their classes and attributes, such as the scale of an adapter or whether it is active,
     and the values of the model's configuration.
 
@@ -353,7 +353,7 @@ def _survey(model: Any) -> _Survey:
     return _Survey(tuple(found), why)
 
 
-# Of a module's __dict__: what `_survey` reads by itself, and what forward does not read.
+# Entries of a module's __dict__ that `_survey` reads separately, or that forward does not read.
 _NOT_SETTINGS = {*nn.Module().__dict__, STATE} - {"training"}
 _PLAIN = (Tensor, nn.Parameter)  # not subclasses, such as quantised weights, without an address
 

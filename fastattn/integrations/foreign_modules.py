@@ -7,8 +7,8 @@ one operation is not. `plain_syntax` says which spellings of the same code are o
 `forward` calls `scaled_dot_product_attention` keeps its code, in which that call is answered by
 `attention`.
 
-The drop-in is a subclass of the class, made at the first use. What it does not cover (see each
-form) runs the class's own `forward`.
+The drop-in is a subclass of the class, made at the first use. Calls that it does not support (see
+each form) run the class's own `forward`.
 """
 
 import ast
@@ -34,10 +34,10 @@ from fastattn.nn.conversion import names, script_original
 from fastattn.nn.fusion import is_plain_tensor
 
 Forward = Callable[..., Tensor]
-# Of a position on the device: the number of positions of its cache, which bounds it.
+# Attribute of a position on the device: the number of positions of its cache, which bounds it.
 POSITION_LIMIT = "_fastattn_limit"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # published code computes in fp32
-# What the names of globals in the published code mean.
+# Values of the globals' names in the published code.
 _MEANING = {
     "torch": torch,
     "nn": nn,
@@ -380,7 +380,7 @@ _ANY = {
 
 
 class _Norm(NamedTuple):
-    """What the functions of `fastattn.nn.norm` read from a module."""
+    """The attributes of a module that the functions of `fastattn.nn.norm` read."""
 
     normalized_shape: tuple[int, ...]
     weight: Tensor | None

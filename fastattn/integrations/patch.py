@@ -32,7 +32,8 @@ _RESEMBLING = (
 
 @dataclass
 class PatchReport:
-    """What `patch` changed in a model. As a context manager, reverts these changes on exit.
+    """The changes that `patch` made in a model. As a context manager, reverts these changes on
+    exit.
 
     replaced: module name -> previous class. attention: name of a `transformers` model -> its class
     and previous attention. generate: name of a model whose `generate` runs on a static cache ->
@@ -256,7 +257,7 @@ def _switch_attention(name: str, model: Any, report: PatchReport) -> None:
     if [is_now for _, is_now in after] == [was for _, was in before]:
         report.already[name] = f"attention of {type(model).__name__}"
         return
-    # What an earlier call switched is reverted to what was before that call.
+    # Attention that an earlier call switched is reverted to its state before that call.
     known = {id(c): was for c, was in model.__dict__.get(_ATTENTION_BEFORE, ())}
     model.__dict__[_ATTENTION_BEFORE] = _Implementations(
         (c, known.get(id(c), was) if was in huggingface.NAMES else was) for c, was in before

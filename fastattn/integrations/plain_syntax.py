@@ -28,8 +28,8 @@ class Syntax:
 
 
 def plain_syntax(function: ast.AST) -> Syntax | None:
-    """None for what is no function. What transformers before 5.24 calls `past_key_values` is called
-    `cache`.
+    """None for a node that is no function. The name `past_key_values` of transformers before 5.24
+    becomes `cache`.
     """
     if not isinstance(function, ast.FunctionDef):
         return None

@@ -159,8 +159,8 @@ def is_supported(
 ) -> bool:
     """Whether `attention_context` supports this call. Reads sizes and types only.
 
-    key_shards: the keys given are one of so many shards; the masks are for all keys. checked: the
-    parameters and the query are known to be plain.
+    key_shards: number of shards of the keys, of which one is given; the masks are for all keys.
+    checked: the parameters and the query are known to be plain.
     """
     for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
         if mask is not None:

@@ -88,7 +88,7 @@ class DecoderCache:
         return self.layers[0].memory.shape[1]
 
     def step(self, positions: int) -> "Step":
-        """What the layers read and write at the next positions."""
+        """The arguments and buffers of the layers at the next positions."""
         self._check_end(self.length + positions)
         if positions == 1:
             return Step(self, self.position, self.rows, self.key_lengths)
@@ -106,7 +106,7 @@ class DecoderCache:
         target.index_copy_(1, step.rows, kv)
 
     def target_options(self) -> dict[str, Any]:
-        """What a layer's self-attention needs to find the keys, besides the step's options."""
+        """Arguments by which self-attention finds the keys, besides the step's options."""
         return {}
 
     def memory_options(self) -> dict[str, Any]:

@@ -181,8 +181,8 @@ def attribute(module: Any, name: str) -> Any:
 
 
 def modules_of(module: nn.Module) -> list[nn.Module]:
-    """Those of `module.modules()`, breadth first. Its nested generators and names take seven times
-    as long, for the modules of a small Transformer as long as a fifth of a decoding step.
+    """The modules of `module.modules()`, breadth first. Its nested generators and names take seven
+    times as long, for the modules of a small Transformer as long as a fifth of a decoding step.
     """
     found, seen = [module], {id(module)}
     for parent in found:

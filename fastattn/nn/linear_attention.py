@@ -195,7 +195,7 @@ def _causal_sums(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _advance(q: Tensor, k: Tensor, v: Tensor, sums: Tensor) -> Tensor:
-    """The sums of the next positions; `sums`, those of the prefix, are increased by theirs."""
+    """The output at the next positions, whose sums are added to `sums` of the prefix in place."""
     if q.shape[2] == 1:
         return q @ sums.add_(k.mT * v)  # [B, H, D, 1] * [B, H, 1, D + 1]
     out = _causal_sums(q, k, v) + q @ sums

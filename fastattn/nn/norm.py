@@ -67,7 +67,7 @@ def _in_memory_format_of(x: Tensor, y: Tensor) -> Tensor:
 
 
 def layer_norm(module: Any, input: Tensor) -> Tensor | None:
-    """What an `nn.LayerNorm` returns, on the `layer_norm` op; None where torch's code must run."""
+    """The result of an `nn.LayerNorm`, by the `layer_norm` op; None where torch's code must run."""
     shape, eps, (weight, bias) = module.normalized_shape, module.eps, weight_and_bias(module)
     # All but the sizes, which the op checks: these tests take as long as a small norm.
     if (
@@ -100,7 +100,7 @@ def layer_norm(module: Any, input: Tensor) -> Tensor | None:
 
 
 def rms_norm(module: Any, x: Tensor) -> Tensor | None:
-    """What an `nn.RMSNorm` returns, on the `rms_norm` op; None where torch's code must run."""
+    """The result of an `nn.RMSNorm`, by the `rms_norm` op; None where torch's code must run."""
     if not _is_supported(x, module.normalized_shape, 0.0 if module.eps is None else module.eps):
         return None
     if is_recorded_inference(x) or is_recorded_inference(module.weight):

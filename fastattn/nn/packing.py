@@ -126,7 +126,7 @@ _ROW_MULTIPLES = {"cuda": 64}
 
 
 def row_multiple(sharding: Sharding, device: torch.device) -> int:
-    """What has to divide the number of rows in a stack."""
+    """The number that has to divide the number of rows in a stack."""
     if sharding is not SINGLE:
         return sharding.row_multiple
     return _ROW_MULTIPLES.get(device.type, 1)

@@ -167,7 +167,7 @@ class PagedDecoderCache(DecoderCache):
         return {"key_lengths": self.memory_lengths, "block_table": self._tables[1]}
 
     def advance(self, positions: int) -> None:
-        # Of slots without a sequence, and of those that replays continue beyond their end, too.
+        # Positions of slots without a sequence, or past a sequence's end in replays, stay bounded.
         self.position.add_(positions).clamp_(max=self.max_length - 1)
         for slot in self.lengths:
             self.lengths[slot] += positions

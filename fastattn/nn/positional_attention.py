@@ -1,4 +1,4 @@
-"""Self-attention with positions: a `MultiheadAttention` whose scores know the distances.
+"""Self-attention with positions: a `MultiheadAttention` whose scores depend on distances.
 
 `set_positions` gives the self-attentions of a layer or of a stack positions, in place; the
 keyword `positions` of the layers and of `Transformer` calls it.

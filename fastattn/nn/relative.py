@@ -2,7 +2,7 @@
 
 Unlike an encoding added to the embeddings, these depend on the distance between query and key
 alone. A module of positions belongs to one self-attention (`positional_attention`), or to those of
-all layers of a stack. What it computes from is not in the `state_dict`, except learned parameters.
+all layers of a stack. Its constants are not in the `state_dict`, learned parameters are.
 
 Shapes: H heads, D head dim, S positions, N keys. The distance d of a key is its position minus the
 query's.
@@ -30,7 +30,7 @@ class AttentionPositions(nn.Module):
         return {}
 
     def bias(self, d: Tensor) -> Tensor | None:
-        """What `score_options` adds to the scores of keys at the distances d `[N]`: `[H, N]`."""
+        """The bias of `score_options` for keys at the distances d `[N]`: `[H, N]`."""
         return None
 
     def rotated(self, q: Tensor, k: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:

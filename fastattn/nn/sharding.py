@@ -1,4 +1,4 @@
-"""What layers ask of the processes that share a model: `Sharding`, by default of one process.
+"""Interface of layers to the processes that share a model: `Sharding`, by default of one process.
 
 `fastattn.distributed.parallelize` gives modules a `Sharding` whose methods communicate; every other
 module has `SINGLE`, whose methods return what they are given. Layers call the same methods at the
@@ -109,7 +109,8 @@ SINGLE = Sharding()
 
 @dataclass(frozen=True)
 class TokenModelParts:
-    """What `fastattn.distributed.parallelize` reads of a model of tokens around a Transformer.
+    """The names that `fastattn.distributed.parallelize` reads of a token model around a
+    Transformer.
 
     transformer: its name. vocabulary: names of the parameters and buffers with a row for each token
     of a vocabulary. dropouts: names of dropouts outside the Transformer. methods: those that run

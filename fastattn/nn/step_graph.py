@@ -257,8 +257,8 @@ def _free_offset(placed: Sequence[_Placed], size: int, first: int, last: int) ->
 
 
 def _overwritable(call: Call) -> list[tuple[torch.UntypedStorage, torch.UntypedStorage]]:
-    """Of an elementwise operation with `out`: the storages of each operand that has the dtype and
-    the layout of the result, and of the result.
+    """The storages of each operand that has the dtype and the layout of the result, and of the
+    result, for an elementwise operation with `out`.
     """
     out = call.kwargs.get("out")
     if out is None or torch.Tag.pointwise not in call.op.tags:

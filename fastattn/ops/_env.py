@@ -190,8 +190,8 @@ def device_name(device: torch.device) -> str:
 
 @functools.cache
 def product_limit(dtype: torch.dtype) -> tuple[int, str]:
-    """Up to how many rows products of fastattn's C++ kernels are chosen in this dtype on this
-    processor, and why not for more: there PyTorch's are faster.
+    """The largest number of rows for which products of fastattn's C++ kernels are chosen in this
+    dtype on this processor, and why not for more: PyTorch's are faster.
     """
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return 0, f"is not known to multiply faster than PyTorch on {platform.machine()}"

@@ -23,7 +23,7 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 _CPU_ISAS = ("portable", "avx2", "avx512", "avx512_bf16")
 _INTERFACE = 5  # kInterface of csrc/autograd/derivative.h
 _CPU_INTERFACE = b"fastattn_cpu interface 2\0"  # in the file, by csrc/cpu/module_cpu.cpp
-# What builds a library that a plain install may leave out.
+# Commands that build a library that `pip install .` may leave out.
 _BUILD = {
     name: f"FASTATTN_NATIVE=cpu,autograd,{name} pip install --no-build-isolation ."
     for name in ("sm90", "cuda")

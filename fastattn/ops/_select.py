@@ -47,7 +47,7 @@ class Backend:
 
 @dataclass(frozen=True)
 class BackendStatus:
-    """What `fastattn info` shows of one backend of one op on one device.
+    """The status of one backend of one op on one device that `fastattn info` prints.
 
     automatic: whether it can be chosen automatically in every dtype. automatic_for: if not, the
     dtypes in which it can.

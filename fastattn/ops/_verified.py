@@ -26,8 +26,9 @@ Kernel = tuple[str, str, str]
 
 @functools.cache
 def kernels(backend: str) -> dict[str, str]:
-    """What an entry of a backend applies to: a digest of its kernels and the versions of what runs
-    them. A library counts as it was built: another compiler may make other kernels.
+    """Identity of the kernels that an entry of a backend applies to: a digest of its kernels and
+    the versions of what runs them. A library counts as it was built: another compiler may make
+    other kernels.
     """
     digest = hashlib.sha256()
     libraries = _PACKAGE.glob(f"_C_{backend}.abi3.so")
@@ -76,7 +77,7 @@ def failed(device: torch.device) -> frozenset[Kernel]:
 
 @functools.cache
 def recorded(device: torch.device) -> tuple[frozenset[Kernel], frozenset[Kernel]]:
-    """Those that passed, and those that failed."""
+    """The kernels that passed, and the kernels that failed."""
     nothing: frozenset[Kernel] = frozenset()
     file = _env.record_path()
     if file is None or device.type != "cuda":
@@ -92,7 +93,7 @@ def recorded(device: torch.device) -> tuple[frozenset[Kernel], frozenset[Kernel]
 
 
 def _current(found: list[dict[str, Any]], device: torch.device) -> frozenset[Kernel]:
-    """Those of the entries that apply to the kernels and this device."""
+    """The kernels of the entries that apply to the installed kernels and this device."""
     return frozenset(
         (str(entry.get("op")), str(entry.get("backend")), str(entry.get("dtype")))
         for entry in found

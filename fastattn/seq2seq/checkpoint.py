@@ -48,7 +48,7 @@ class Best:
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What training needs to continue, besides the model and the optimizer."""
+    """State that training needs to continue, besides the model and the optimizer."""
 
     step: int = 0  # updates done
     position: Position = field(default_factory=Position)  # the next batch

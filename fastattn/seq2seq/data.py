@@ -163,7 +163,7 @@ def sentence_key(text: str) -> str:
 
 
 class Tokenizer(Protocol):
-    """What a translator and a run need of a tokenizer."""
+    """The interface of a tokenizer that a translator and a run need."""
 
     @property
     def vocabulary(self) -> int:

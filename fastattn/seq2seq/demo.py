@@ -80,7 +80,7 @@ TRANSFORMERS: dict[str, type[nn.Transformer]] = {
 
 @dataclass(frozen=True)
 class Preset:
-    """What the demo trains. `model.vocabulary` is an upper bound until subwords are learnt.
+    """Model and options of a demo. `model.vocabulary` is an upper bound until subwords are learnt.
 
     `compared_updates`: updates of the fp32 comparison without dropout, if that is a separate run;
     None if the demonstration itself is compared.

@@ -53,10 +53,11 @@ GREEDY = Greedy()
 # Sizes are rounded up to multiples of these, so that similar batches share one recorded step.
 MEMORY_SIZES = 16
 STEPS = 32
-# On a CPU the encoding of a batch of up to so many source tokens is recorded, too: the encoder's
-# Python would take as long as its products (d256 3+3, one sentence of 24 tokens, 24 new ones, one
-# Zen 5 thread, fp32 and bf16: 10.3 and 6.0 ms instead of 11.3 and 6.8; 8 sentences in bf16: 13.0
-# instead of 14.2). While it is recorded, all its tensors are kept: 36 MB with 256 of d512 6+6.
+# Largest number of source tokens of a batch whose encoding is recorded, too, on a CPU: the
+# encoder's Python would take as long as its products (d256 3+3, one sentence of 24 tokens, 24 new
+# ones, one Zen 5 thread, fp32 and bf16: 10.3 and 6.0 ms instead of 11.3 and 6.8; 8 sentences in
+# bf16: 13.0 instead of 14.2). While it is recorded, all its tensors are kept: 36 MB with 256 of
+# d512 6+6.
 RECORDED_TOKENS = 256
 _ENCODINGS = 4  # of different lengths that a program keeps
 

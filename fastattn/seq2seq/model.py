@@ -411,7 +411,7 @@ class Seq2SeqTransformer(nn.Module):
         return None
 
     def parallel_parts(self) -> TokenModelParts:
-        """What `fastattn.distributed.parallelize` divides among processes."""
+        """The parts that `fastattn.distributed.parallelize` divides among processes."""
         refused = {}
         if self.config.decoder != "autoregressive":
             refused = dict.fromkeys(("data", "tensor", "context"), "predicts tokens in parallel")

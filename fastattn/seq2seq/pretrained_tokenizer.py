@@ -50,7 +50,7 @@ class Backend(Protocol):
     def token(self, number: int) -> str: ...
 
     def to_json(self) -> dict[str, str]:
-        """What `_load_backend` needs."""
+        """The arguments of `_load_backend`."""
 
 
 class _Fast:

@@ -130,7 +130,7 @@ def default_held_out(pairs: Sequence[Pair]) -> int:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What is fixed before the first update: sizes, options, subwords, text.
+    """Files that are fixed before the first update: sizes, options, subwords, text.
 
     text: the file of pairs; None means the default text.
     """

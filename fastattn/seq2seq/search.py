@@ -1,4 +1,4 @@
-"""What all searches for a translation share: the request, the result, the loop.
+"""Common code of all searches for a translation: the request, the result, the loop.
 
 A search keeps its state in tensors of fixed address. `step` advances every sentence of the batch by
 one token on the device, without effect on ended ones, so that it can be recorded as a CUDA graph;

@@ -101,7 +101,7 @@ def _group(given: _Arguments) -> dist.ProcessGroup:
 
 
 def _bytes(x: Any) -> int:
-    """Of a tensor or of nested lists of tensors."""
+    """Bytes of a tensor or of nested lists of tensors."""
     if isinstance(x, Tensor):
         return math.prod(x.shape) * x.element_size()
     return sum(map(_bytes, x))

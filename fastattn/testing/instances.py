@@ -2,7 +2,7 @@
 
     python -m fastattn.testing.instances [--device cuda] [--json FILE.jsonl [--resume]]
 
-What to run on a new GPU before the equivalence suite. An instance is a kernel as it is compiled: of
+Run this on a new GPU before the equivalence suite. An instance is a kernel as it is compiled: of
 the CUDA libraries each row of their tables, of Triton each tiling of the architecture, of the CPU
 library each instruction set. A hang, a crash or a wrong result is reported by the instance's name,
 and the next one runs. Cases of a backward take the results of the reference's forward. Exit code 1
@@ -47,7 +47,7 @@ _NORMS = ("layer_norm", "add_layer_norm", "rms_norm")
 def make_attention(
     generator: torch.Generator, dtype: torch.dtype, page: int | None = None, **options: Any
 ) -> Inputs:
-    """page: keys and values are in pages of so many."""
+    """page: number of keys and values of a page."""
     inputs = attention_inputs(generator, dtype, **options)
     return inputs if page is None else inputs | {"page": page}
 
@@ -243,7 +243,7 @@ def _ffn(
 
 
 def instances() -> list[Instance]:
-    """Of every backend, whether it can run here or not; those of CUDA libraries first."""
+    """Instances of every backend, whether it can run here or not; those of CUDA libraries first."""
     return [*_hopper(), *_cuda(), *_cpu(), *_triton()]
 
 

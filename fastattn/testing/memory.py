@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 class PeakBytes(TorchDispatchMode):
     """Follows, while active, the storages that operators allocate, until they are freed, by
-    whichever thread. What an operator allocates and frees itself does not count.
+    whichever thread. Memory that an operator allocates and frees itself does not count.
 
     Attributes:
         peak: the most bytes in use since the start or `reset`.

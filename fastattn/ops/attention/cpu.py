@@ -1,6 +1,6 @@
 """Attention on the CPU in C++ (csrc/attention): fp32, bf16 and fp16, tiled, on PyTorch's threads.
 
-It supports all restrictions, changes of scores, dropout and gradients, for padded and packed
+It supports all restrictions, score modifications, dropout and gradients, for padded and packed
 inputs. Only tiles with an allowed pair are computed. Results do not depend on the number of
 threads. The kernels are registered under the dispatcher's CPU key.
 """

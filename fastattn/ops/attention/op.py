@@ -1,11 +1,11 @@
 """The torch op of attention: schemas, shapes and strides of the results, backends in order of
 preference.
 
-Saved for the backward: q, k, v, the restrictions and changes of scores, `out` and `lse` (fp32,
+Saved for the backward: q, k, v, the restrictions and score modifications, `out` and `lse` (fp32,
 natural log; fp64 for fp64 data).
 
 The lse of a row without an allowed key is its head's sink, -inf without sinks; the lse of every
-other row is larger (by rounding up if necessary). So a backward knows these rows by lse alone.
+other row is larger (by rounding up if necessary). So a backward identifies these rows by lse alone.
 """
 
 from typing import Any
@@ -86,7 +86,7 @@ _BATCHED = (
     "q", "k", "v", *_LENGTHS, "out", "lse", "dout", "dlse", "dq", "dk", "dv", "weights",
     "dweights",
 )  # fmt: skip
-# Those with this batch or a batch of 1.
+# Arguments with this batch or a batch of 1.
 _BROADCAST = ("mask", "mask_tiles", "distance_bias")
 _GRADIENTS = {"dq": "q", "dk": "k", "dv": "v"}
 _SCORE_GRADIENTS = {"ddistance_bias": "distance_bias", "dsinks": "sinks"}

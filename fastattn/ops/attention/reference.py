@@ -106,8 +106,8 @@ def bias_of_pairs(
     rows: Tensor | None = None,
     offset: int | Tensor | None = None,
 ) -> Tensor:
-    """What distance_bias adds to each score, [B or 1, H, M, N]; any value for a blocked pair. rows,
-    offset: as in `allowed_pairs`.
+    """The value that distance_bias adds to each score, [B or 1, H, M, N]; any value for a blocked
+    pair. rows, offset: as in `allowed_pairs`.
     """
     rows = torch.arange(M, device=distance_bias.device) if rows is None else rows
     entries = _entries_of_pairs(M, N, key_lengths, query_lengths, causal, rows, offset)

@@ -2,11 +2,11 @@
 
 Lengths, packed sequences, causal masks and windows are loop bounds of the same kernels. Keys and
 values in pages have kernels of their own, which differ in the addresses of loads. Tensors are read
-and written through their strides, which the copy engine (TMA) wants to be multiples of 16
-bytes. The library plans the workspace (csrc/attention/sm90/*/workspace.h): where tiles differ in
-length or, at head dim 64, are many, thread blocks draw them from a counter; dropout hashes columns
-once; a dense mask becomes bits and classes of tiles; where tiles are few, as in decoding, their
-keys are split and another kernel combines the results.
+and written through their strides, which the copy engine (TMA) requires to be multiples of 16 bytes.
+The library plans the workspace (csrc/attention/sm90/*/workspace.h): where tiles differ in length
+or, at head dim 64, are many, thread blocks draw them from a counter; dropout hashes columns once; a
+dense mask becomes bits and classes of tiles; where tiles are few, as in decoding, their keys are
+split and another kernel combines the results.
 """
 
 from operator import attrgetter
@@ -47,7 +47,7 @@ def unavailable() -> str | None:
     return _native.unavailable("sm90")
 
 
-# -- what it refuses ------------------------------------------------------------------------------
+# -- unsupported calls ----------------------------------------------------------------------------
 def _unreadable(name: str, x: Tensor) -> str | None:
     """Why TMA cannot read x in place."""
     if x.stride(-1) != 1:
@@ -64,7 +64,7 @@ def _unreadable(name: str, x: Tensor) -> str | None:
 
 
 def _unsupported(call: _AnyCall, queries: int, keys: int) -> str | None:
-    """What neither the padded nor the packed form can do."""
+    """Why neither the padded nor the packed form supports the call."""
     if why := unavailable():
         return why
     q, k, v = _operands(call)

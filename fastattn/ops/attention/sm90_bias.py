@@ -1,4 +1,4 @@
-"""Additive masks before the Hopper attention kernels see them.
+"""Preparation of additive masks for the Hopper attention kernels.
 
 One with a value a query and no dimension of keys changes no weight unless it blocks: the kernels
 get a boolean mask, and `lse` the value; beside sinks, which it competes with, they get a mask of
@@ -20,13 +20,13 @@ def is_constant(mask: Tensor, keys: int) -> bool:
 
 
 def rows_of_constant(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """What such a mask allows, [B or 1, H or 1, M or 1, 1], and its values without the last 1."""
+    """Rows that such a mask allows, [B or 1, H or 1, M or 1, 1], and its values, [..., M or 1]."""
     lines = _without_repeats(mask)
     return ~(lines <= torch.finfo(mask.dtype).min), lines[..., 0].float()
 
 
 def gradient_of_constant(dmask: Tensor, dlse: Tensor | None, lse: Tensor) -> None:
-    """Of what such a mask changes, lse."""
+    """Gradient of such a mask, by lse, which is all that it changes."""
     if dlse is None or dmask.numel() == 0:
         dmask.zero_()
         return

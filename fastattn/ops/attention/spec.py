@@ -601,7 +601,7 @@ def _error(name: str, error: type[Exception], message: str, **changes: Any) -> E
 
 
 def _paged_error(name: str, error: type[Exception], message: str, **changes: Any) -> ErrorSample:
-    """Of a call with two sequences of two pages of 16 keys each."""
+    """An error of a call with two sequences of two pages of 16 keys each."""
     pages: Inputs = {name: torch.zeros(4, 4, 16, 8) for name in "kv"}
     pages["block_table"] = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
     return _error(f"block_table_{name}", error, message, **pages | changes)

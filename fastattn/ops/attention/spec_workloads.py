@@ -15,7 +15,7 @@ from fastattn.testing.spec import Inputs, Workload
 
 _SEED = 0x7654_3210
 _GPU, _CPU = ("cuda",), ("cpu",)
-# Changes of scores, with a batch of 1: the benchmarks check gradients of sinks and tables by head.
+# Score modifications, batch of 1: the benchmarks check gradients of sinks and tables by head.
 SCORE_CHANGES = ("alibi", "softcap", "sinks", "relative")
 # Quantiles of the lengths of English sentences from the reference manual of a language, in subword
 # tokens of a vocabulary of 8000, with END.

@@ -152,7 +152,7 @@ def attention_bwd_unsupported(call: BackwardCall) -> str | None:
 
 
 def attention_bwd_uses_lse(call: BackwardCall) -> bool:
-    """Of the fused kernels; products compute the softmax again."""
+    """True for the fused kernels; products compute the softmax again."""
     needs_scores = (call.needs[3] and call.mask is not None) or (
         call.needs[4] and call.distance_bias is not None
     )

@@ -23,7 +23,8 @@ class ElementwiseTile:
 
 
 # Elements of a tile of kernels that only map elements: in larger tiles more dropout bits share
-# their keys. Of kernels that also sum over rows: a gated derivative has 119 registers at 2048.
+# their keys. SUMMED: of kernels that also sum over rows; a gated derivative has 119 registers at
+# 2048.
 MAPPED, SUMMED = 4096, 2048
 
 
@@ -130,7 +131,7 @@ def _up(arch: str, features: int, gpu: str) -> Up:
     )
 
 
-# Of calls with many tiles of few features.
+# First product of calls with many tiles of few features.
 _UP = {arch: _up(arch, *rates) for arch, rates in _PEAK_RATES.items()}
 
 

@@ -2,9 +2,9 @@
 
 Six matrix products, each a persistent kernel whose epilogue has what follows it: biases,
 activations, dropout, the residual, derivatives and sums for bias gradients. Operands are read by
-the copy engine (TMA) where they are, which wants addresses and rows of multiples of 16 bytes. The
-library plans the workspace (csrc/ffn/sm90/workspace.h): the activation, unless it is saved, and in
-the backward the gradients between two products.
+the copy engine (TMA) where they are, which requires addresses and rows of multiples of 16 bytes.
+The library plans the workspace (csrc/ffn/sm90/workspace.h): the activation, unless it is saved, and
+in the backward the gradients between two products.
 """
 
 import torch
@@ -24,7 +24,7 @@ def unavailable() -> str | None:
     return _native.unavailable("sm90")
 
 
-# -- what it refuses ------------------------------------------------------------------------------
+# -- unsupported calls ----------------------------------------------------------------------------
 def _unreadable(name: str, x: Tensor) -> str | None:
     """Why TMA cannot read the rows of x in place."""
     if x.stride(-1) != 1:

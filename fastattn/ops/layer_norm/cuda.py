@@ -30,7 +30,7 @@ def unavailable() -> str | None:
     return _native.unavailable("cuda")
 
 
-# -- what it refuses ------------------------------------------------------------------------------
+# -- unsupported calls ----------------------------------------------------------------------------
 def _refusal(x: Tensor, *others: Tensor | torch.dtype | None) -> str | None:
     """x: its rows are as long as those of all others."""
     for other in (x, *others):

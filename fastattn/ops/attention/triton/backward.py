@@ -55,7 +55,7 @@ def attention_bwd(call: BackwardCall, *tensors: Tensor) -> None:
 
 
 def attention_bwd_with_config(config: BwdConfig, call: BackwardCall, *gradients: Tensor) -> None:
-    """attention_bwd in a given tiling, for tuning and tests; allocates its own scratch memory."""
+    """attention_bwd in a given tiling, for tuning and tests; allocates its workspace."""
     workspace = [
         torch.empty(size, dtype=dtype, device=call.q.device)
         for size, dtype, _ in layout_of(config, call).workspace
@@ -159,7 +159,7 @@ def _without_zeros(
     nothing = call.q.numel() == 0 or call.k.numel() == 0 or (dout is None and dlse is None)
     nothing |= packed is not None and 0 in packed
     if nothing or packed is not None:
-        # Of packed rows those behind the last sequence belong to no program.
+        # Packed rows behind the last sequence belong to no program.
         for result, needed in zip(gradients, needs, strict=True):
             if needed:
                 result.zero_()

@@ -40,7 +40,7 @@ WHOLE = tl.constexpr(1)
 UNBOUND = tl.constexpr(2)
 KEYS_ALIVE = tl.constexpr(3)
 QUERIES_ALIVE = tl.constexpr(4)
-# What a base tile outside the tensor counts as: nothing in it is allowed, nothing in it is missing.
+# Bits of a base tile outside the tensor: nothing in it is allowed, nothing in it is missing.
 OUTSIDE = tl.constexpr(6)
 
 
@@ -66,7 +66,7 @@ class BaseTiles(NamedTuple):
 
     @property
     def shared_strides(self) -> tuple[int, int]:
-        """Those of batch and head, 0 if all batches or heads share them."""
+        """Strides of batch and head, 0 if all batches or heads share the tiles."""
         stride_b, stride_h, _, _ = self.strides
         return stride_b if self.batches > 1 else 0, stride_h if self.heads > 1 else 0
 
@@ -92,7 +92,7 @@ def base_tiles(facts: Facts, block_m: int, block_n: int) -> BaseTiles:
 
 
 def bitmask_strides(bitmasks: Tensor) -> tuple[int, ...]:
-    """Of a prepared mask's tiles; 0 where one serves all."""
+    """Strides of a prepared mask's tiles; 0 in broadcast dimensions."""
     return tuple(
         0 if n == 1 else stride for n, stride in zip(bitmasks.shape, bitmasks.stride(), strict=True)
     )
@@ -114,7 +114,7 @@ def classify_prepared(
     bitmasks_ptr, bits_ptr, alive_ptr, stride_bitmasks, m_start, n_start, M, N,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """What the tile bitmasks of a prepared mask say of a base tile that nothing else restricts."""
+    """Class of a base tile by the tile bitmasks of a prepared mask, without other bounds."""
     row = (m_start // TILE + tl.arange(0, BLOCK_M // TILE))[:, None]
     column = (n_start // TILE + tl.arange(0, BLOCK_N // TILE))[None, :]
     bitmasks = tl.load(
@@ -209,9 +209,7 @@ def classify_tiles_kernel(
 
 
 def classifier(base: BaseTiles, facts: Facts, mask_tiles: Tensor | None) -> Callable[..., None]:
-    """The launch (mask, mask_tiles, lengths, base_bits, alive) that looks at
-    every base tile.
-    """
+    """The launch (mask, mask_tiles, lengths, base_bits, alive) that classifies every base tile."""
     launch = BoundLaunch(
         classify_tiles_kernel,
         (

@@ -2,7 +2,7 @@
 strides and options. backward.py launches them.
 
 `Layout` follows from sizes and options alone: the tiling of the kernels, the lists of tiles they
-loop over, and scratch memory. `bind` needs strides too.
+loop over, and the workspace. `bind` needs strides too.
 """
 
 from collections.abc import Callable, Mapping
@@ -64,7 +64,7 @@ _Launch = Callable[..., None]
 
 @dataclass(frozen=True)
 class DmaskTiling:
-    """Of batches, heads, query tiles and key tiles: how many dmask has (`owned`), and how many are
+    """Tiling of dmask. Number of batches, heads, query tiles and key tiles: of dmask (`owned`), and
     summed into each of these (`summed`), by `splits` programs of per_split tiles. sizes: the
     mask's, 1 where broadcast.
     """
@@ -78,8 +78,9 @@ class DmaskTiling:
 
 @dataclass(frozen=True)
 class DistanceTiling:
-    """Of ddistance_bias: square tiles of `block`, `diagonals` of them from first_diagonal on. Their
-    sums begin `spare` entries before the first. Batches are added in groups, of per_group batches.
+    """Tiling of ddistance_bias: square tiles of `block`, `diagonals` of them from first_diagonal
+    on. Their sums begin `spare` entries before the first. Batches are added in groups, of per_group
+    batches.
     """
 
     block: int
@@ -91,7 +92,7 @@ class DistanceTiling:
 
 
 class TileLists(NamedTuple):
-    """Where arithmetic alone cannot say which tiles to visit."""
+    """Base tiles and lists, used if arithmetic alone cannot say which tiles to visit."""
 
     base: BaseTiles
     dq: Lists
@@ -242,7 +243,7 @@ def bind(
     aligned: bool,
     packed: Packed | None,
 ) -> Plan:
-    """aligned: q, k, v and dout, as descriptors want it. packed: as in `layout_of`."""
+    """aligned: q, k, v and dout are aligned for descriptors. packed: as in `layout_of`."""
     layout = layout_of(tiling, call, packed)
     if packed is not None:
         call, gradients = _heads_first(call), Gradients(*map(heads_first, gradients))
@@ -296,7 +297,7 @@ class _Strides(NamedTuple):
 
 
 class _Binder:
-    """What the kernels' arguments have in common, and each kernel's own."""
+    """The arguments that kernels have in common, and those of each kernel."""
 
     def __init__(
         self,
@@ -324,7 +325,7 @@ class _Binder:
         return swizzle_group_size(self.facts.limits, head_bytes, group, heads)
 
     def list_numbers(self, by_key: bool) -> tuple[int, ...]:
-        """Of base tiles and of lists: strides of batch, head and tile, and how many are summed."""
+        """Strides of base tiles and lists by batch, head and tile, and how many are summed."""
         found = self.layout.lists
         if found is None:
             return (0, 0, 0, 0, 1, 0, 0, 0) if by_key else (0, 0, 0, 0, 0, 0, 0)

@@ -97,7 +97,7 @@ _SM90: _Rows = (
     # One accumulator [128, 256] at a time; with both every tile spills 42 words.
     (256, _C(_T(128, 32, 8, 2, tma=True), _T(32, 128, 8, 2), separate=True)),
 )
-# Under a dense mask a third loop wants registers: at D = 128, 64 x 128 spills 30 to 170 words a
+# Under a dense mask a third loop needs registers: at D = 128, 64 x 128 spills 30 to 170 words a
 # partial tile.
 _SM90_DENSE: _Rows = (
     (64, _C(_T(128, 64, 8, 3, tma=True), _T(64, 128, 8, 2, tma=True))),

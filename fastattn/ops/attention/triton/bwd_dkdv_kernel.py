@@ -1,8 +1,8 @@
 """The Triton attention backward: dk and dv.
 
 `attention_bwd_dkdv_kernel` owns a tile of keys and loops over the queries of every head of its
-group, on transposed scores: pᵀ and dsᵀ then are what the tensor cores want from registers. The
-formulas are in bwd_parts.py.
+group, on transposed scores: pᵀ and dsᵀ then are register operands of the tensor cores. The formulas
+are in bwd_parts.py.
 """
 
 from typing import Any, NamedTuple
@@ -78,7 +78,7 @@ class Rows(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What a program reads in one head. k and v are pairs of column tiles."""
+    """Operands of a program in one head. k and v are pairs of column tiles."""
 
     k: Any
     v: Any

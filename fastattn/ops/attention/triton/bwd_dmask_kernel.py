@@ -49,7 +49,7 @@ def attention_bwd_dmask_kernel(
 ):  # fmt: skip
     """One tile of the mask, or a share of what is summed into it.
 
-    Of batch, head, query tile and key tile, each, a program owns one of owned_* or adds up all
+    In each of batch, head, query tile and key tile, a program owns one of owned_* or adds up all
     summed_*; one of the two numbers is 1. Blocks are base tiles.
     """
     BLOCK_M: tl.constexpr = CASE.BLOCK_M

@@ -1,4 +1,4 @@
-"""The Triton attention backward: dq, and what the other kernels need to know of the rows.
+"""The Triton attention backward: dq, and the lse and delta of rows that the other kernels read.
 
 `attention_bwd_dq_kernel` owns a tile of queries and loops over the keys; it computes delta on the
 way and stores lse and delta of its rows for the kernels that follow. The formulas are in
@@ -80,7 +80,7 @@ class Alive(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What a program reads. q and dout are pairs of column tiles."""
+    """Operands of a program. q and dout are pairs of column tiles."""
 
     q: Any
     dout: Any

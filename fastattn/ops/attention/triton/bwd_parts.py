@@ -24,8 +24,8 @@ from fastattn.ops.attention.triton.tiles import FULL, LOG2E, PARTIAL
 # lse and delta of a row are packed into one 64-bit word: delta above, lse below. A dead row's lse
 # is +inf, which makes its p 0; this is its word, with delta 0.
 DEAD_ROW = tl.constexpr(0x7F800000)
-# Those of a packed sequence begin at a multiple of this, wherever its rows do: full tiles load
-# them, and dropout's keys beside them, 16 bytes at a time.
+# lse and delta of a packed sequence begin at a multiple of this, wherever its rows do: full tiles
+# load them, and dropout's keys beside them, 16 bytes at a time.
 LSE_DELTA_ALIGNMENT = tl.constexpr(4)
 
 

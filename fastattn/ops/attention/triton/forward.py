@@ -105,7 +105,7 @@ def attention_fwd(call: ForwardCall, out: Tensor, lse: Tensor, *workspace: Tenso
 def attention_fwd_with_config(
     config: ForwardConfig, call: ForwardCall, out: Tensor, lse: Tensor
 ) -> None:
-    """attention_fwd in a given tiling, to tune and test; allocates its own scratch memory."""
+    """attention_fwd in a given tiling, to tune and test; allocates its workspace."""
     workspace = [
         call.q.new_empty(shape, dtype=dtype) for shape, dtype, _ in _workspace(config, call)
     ]

@@ -21,7 +21,7 @@ class ForwardConfig:
     tma: K and V through tensor descriptors. maxnreg: a cap on registers a thread. precision: of
     fp32 products, never plain TF32.
     whole: head dims are one tile, padded, even where two would pad less.
-    value_columns: V is padded to at least so many.
+    value_columns: V is padded to at least this number.
     """
 
     BLOCK_M: int
@@ -46,7 +46,7 @@ class ForwardConfig:
 
     def options(self, vectors: bool) -> dict[str, int]:
         """Launch options of the kernel. vectors: K and V are read by descriptors or 16 bytes at a
-        time, else an address for every element wants the registers beyond the cap.
+        time, else an address for every element needs registers beyond the cap.
         """
         options = {"num_warps": self.warps, "num_stages": self.stages}
         if self.maxnreg is not None and vectors:
@@ -56,7 +56,7 @@ class ForwardConfig:
 
 @dataclass(frozen=True)
 class Features:
-    """What a call asks for, as far as it changes the best tiling.
+    """Features of a call that change the best tiling.
 
     dense: a mask tensor; wide: of 8 bytes an element. pages: of k and v, which descriptors do not
     read.
@@ -140,10 +140,10 @@ def family(arch: str) -> str:
 
 
 def _stages_with_pages(stages: int, loads: int) -> int:
-    """Of a load pipeline over tiles whose pages are looked up, with as many tiles on their way as
-    `stages` give without. loads: how many loads of a step depend on each other without pages (one
-    of the tile, under a dense mask one of its number before); each gets an equal share of all
-    stages but the last.
+    """Number of stages of a load pipeline over tiles whose pages are looked up, with as many tiles
+    in flight as `stages` give without pages. loads: how many loads of a step depend on each other
+    without pages (one of the tile, under a dense mask one of its number before); each gets an equal
+    share of all stages but the last.
     """
     share = (stages - 1) // loads
     return share * (loads + 1) + 1 if share else stages
@@ -197,7 +197,7 @@ def forward_config(
         second = split_width(D)[1], split_width(E)[1]
         narrow = second[1] == 16 or (second[0] == 16 and second[1] == 0)
         row = replace(row, whole=row.whole or (narrow and (kind != "amd" or width == 64)))
-        # wgmma and descriptors want 64 rows; a few queries want many key tiles in flight.
+        # wgmma and descriptors need 64 rows; a few queries need many key tiles in flight.
         return replace(row, BLOCK_M=16, warps=4, tma=False, maxnreg=None, overlap=0)
     if M <= 64 and row.BLOCK_M > 64:
         return replace(row, BLOCK_M=64, warps=row.warps // 2, maxnreg=None)

@@ -141,7 +141,7 @@ def attention_fwd_kernel(
         limit = tl.max(row_limit, 0)
         limit_all = tl.min(tl.where(i < q_limit, row_limit, N), 0)
     limit = tl.where(m_start < q_limit, limit, 0)
-    # Of rows beyond their length bounds would still call some tiles full.
+    # Bounds of rows beyond the query length would still classify some tiles as full.
     limit_all = tl.where(m_start < q_limit, limit_all, 0)
     first, full_first, full_last, last, touched_begin, touched_end = tile_range(
         m_start, m_end, limit, limit_all, low, high, CASE.HAS_LOW, CASE.HAS_HIGH, BLOCK_N

@@ -1,9 +1,10 @@
 """The loops of attention's forward in Triton over the key tiles of a tile of queries.
 
 Full tiles need no mask work, partial tiles read the dense mask, edge tiles pass every test and read
-as zero what no query of the tile may see. Without a dense mask the tiles are ranges, with one they
-are lists, of which restrictions by arithmetic leave ranges: what is full or partial and lies at a
-boundary of these is processed with the edge tiles. One tile's work is in fwd_parts.py.
+as zero the values of keys that no query of the tile may attend. Without a dense mask the tiles are
+ranges, with one they are lists, of which restrictions by arithmetic leave ranges: what is full or
+partial and lies at a boundary of these is processed with the edge tiles. One tile's work is in
+fwd_parts.py.
 
 Every loop is in an if: where a loop of no trips joins accumulators with products in flight, ptxas
 gives up overlapping any products (C7515).
@@ -31,7 +32,7 @@ from fastattn.ops.attention.triton.tiles import EDGE, FULL, PARTIAL
 
 
 class TileBounds(NamedTuple):
-    """What tile_range says: [full_first, full_last) is full, the rest of [first, last) edge."""
+    """The result of tile_range: [full_first, full_last) is full, the rest of [first, last) edge."""
 
     first: Any
     full_first: Any
@@ -111,7 +112,7 @@ def bounded_lists(lists_ptr, inner, bounds):
 
 @triton.jit
 def crossings(list_ptr, count, bounds):
-    """Where an ascending list of tiles crosses the bounds."""
+    """The entries at which an ascending list of tiles crosses the bounds."""
     return (
         listed_below(list_ptr, count, bounds.first),
         listed_below(list_ptr, count, bounds.full_first),

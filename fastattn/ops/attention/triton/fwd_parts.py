@@ -68,8 +68,8 @@ class Operands(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Of every row: the maximum m of its scores, l = Σ p and acc = Σ p v (a pair of column tiles),
-    where p are the weights against m.
+    """State of the online softmax of each row: the maximum m of its scores, l = Σ p and acc = Σ p v
+    (a pair of column tiles), where p are the weights against m.
     """
 
     m: Any
@@ -249,8 +249,8 @@ def attend_tile(sums, tile, given, KIND: tl.constexpr, CASE: tl.constexpr):
     if KIND != FULL:
         s, allowed = restrict(s, given, n_start, j, touched, KIND, CASE)
     p, alpha, m, l = online_softmax(s, m, l, given, n_start, SCALED, CASE)
-    # Where no row of the tile may look, values are not read: they may be NaN. Lengths of each query
-    # leave such keys between others where bounds cut them, too.
+    # Values of keys that no row of the tile may attend are not read: they may be NaN. Lengths of
+    # each query leave such keys between others where bounds cut them, too.
     BOUNDED: tl.constexpr = CASE.HAS_LOW or CASE.HAS_HIGH
     if MASKED and (CASE.DENSE or (CASE.KEY_LENGTHS == 2 and BOUNDED)):
         touched = tl.max(allowed.to(tl.int32), 0) > 0

@@ -1,8 +1,8 @@
-"""What a call is to attention's kernels in Triton, forward and backward, dense and packed: `Facts`,
-from which both directions take their kernels' numbers and constants.
+"""The shape of a call for attention's kernels in Triton, forward and backward, dense and packed:
+`Facts`, from which both directions take their kernels' numbers and constants.
 
-And what launches take from their tensors: strides, tensor descriptors, L2 swizzle groups; and what
-no kernel can read.
+Arguments of launches that come from tensors: strides, tensor descriptors, L2 swizzle groups; and
+the calls that no kernel supports.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ from fastattn.ops.attention.triton.tiles import (
 _BOTTOM_RIGHT, _BOTTOM_RIGHT_LENGTHS = 2, 3
 # Offsets inside a tile are 32-bit: 256 rows of this stride stay below 2^31.
 _LARGEST_ROW_STRIDE = 1 << 22
-# What the heads that run at the same time read again and again should stay in the L2 cache.
+# Operands that concurrently running heads read repeatedly should stay in the L2 cache.
 _SWIZZLE_GROUP_BYTES = 32 << 20
 
 Workspace = list[tuple[tuple[int, ...], torch.dtype, bool]]
@@ -59,7 +59,7 @@ class Packed(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What follows from a call's shapes, strides and options for all kernels alike."""
+    """Sizes and constants that all kernels derive from a call's shapes, strides and options."""
 
     arch: str
     dtype: torch.dtype
@@ -138,8 +138,8 @@ class Facts(NamedTuple):
 
     @property
     def numbers(self) -> tuple[Any, ...]:
-        """What kernels take last: low, high, scale, of dropout threshold and keep_factor, and the
-        numbers of changes of scores.
+        """Last arguments of the kernels: low, high, scale, dropout's threshold and keep_factor, and
+        the numbers of score modifications.
         """
         dropout = dropout_numbers(self.dropout_p)
         return self.limits.low, self.limits.high, self.scale, *dropout, self.score_numbers
@@ -254,7 +254,7 @@ def has_origin(seed: AttentionSeed | None) -> bool:
 
 
 def heads_first(x: Any) -> Any:
-    """[T, H, D] as [1, H, T, D]; None, and a result that nobody wants, stay as they are."""
+    """[T, H, D] as [1, H, T, D]; None, and a result that is not needed, stay as they are."""
     return x if x is None or x.dim() == 1 else x.transpose(0, 1)[None]
 
 
@@ -281,7 +281,7 @@ def row_strides_in_units(*tensors: Tensor | None) -> tuple[int, list[RowStrides]
 
 
 def stride_unit(strides: Sequence[int]) -> int:
-    """What strides are divided by for the kernels, whose compiler then sees alignment."""
+    """Divisor of the strides in the kernels' arguments: the compiler can infer alignment."""
     return 8 if all(stride % 8 == 0 for stride in strides) else 1
 
 
@@ -306,12 +306,12 @@ def fits_descriptor(x: Tensor | None) -> bool:
 def descriptor_templates(
     x: Tensor | None, rows: int, widths: tuple[int, int]
 ) -> tuple[DescriptorTemplate | None, DescriptorTemplate | None]:
-    """Descriptors of tensors like x, [B, K, N, D] or, packed, [K, N, D]: blocks of so many rows of
+    """Descriptors of tensors like x, [B, K, N, D] or, packed, [K, N, D]: blocks of `rows` rows of
     one head, of its first columns and of those that follow; 0 in columns beyond D.
     """
     if x is None:
         return None, None
-    # Torch leaves strides of size-1 dimensions undefined, the hardware wants multiples of 16 bytes.
+    # Strides of size-1 dimensions are undefined in PyTorch; TMA needs multiples of 16 bytes.
     pairs = zip(x.shape[:-1], x.stride()[:-1], strict=True)
     strides = [*(16 if size == 1 else stride for size, stride in pairs), 1]
     found: list[DescriptorTemplate | None] = []
@@ -333,7 +333,7 @@ def swizzle_group_size(limits: DiagonalBounds, head_bytes: int, group: int, head
 def unsupported(
     mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor, **others: Tensor | None
 ) -> str | None:
-    """What none of the kernels can do. others: further tensors whose rows they read, by name."""
+    """Why no kernel supports the call. others: further tensors whose rows they read, by name."""
     if q.dtype not in DTYPES:
         return f"has kernels for float16, bfloat16 and float32, got {q.dtype}"
     D, E = q.shape[3], v.shape[3]

@@ -83,7 +83,7 @@ class Lists(NamedTuple):
 
     @property
     def strides(self) -> tuple[int, int, int]:
-        """Of batch, head and outer tile, 0 where one serves all."""
+        """Strides of batch, head and outer tile, 0 in broadcast dimensions."""
         batches, heads, outer, row = self.shape
         return (
             heads * outer * row if batches > 1 else 0, outer * row if heads > 1 else 0,
@@ -92,7 +92,7 @@ class Lists(NamedTuple):
 
 
 def mask_lists(mask: MaskShape, M: int, N: int, block_m: int, block_n: int) -> Lists:
-    """Of query tiles, by the mask alone. Base tiles are those of a prepared mask."""
+    """Lists of query tiles, by the mask alone. Base tiles are those of a prepared mask."""
     batches, heads, rows, _ = mask.sizes
     outer = triton.cdiv(M, block_m)
     if rows == 1:
@@ -120,7 +120,7 @@ def list_counts(lists_ptr):
 
 @triton.jit
 def list_of(lists_ptr, inner, kind):
-    """Where lists are apart."""
+    """Pointer to the list of `kind`, if lists are `inner` entries apart."""
     return lists_ptr + LIST_HEADER + kind * inner
 
 
@@ -266,7 +266,7 @@ def kinds_of_tiles(
 
 @triton.jit
 def append(list_ptr, count, tiles, chosen):
-    """Appends the tiles that are chosen (1, else 0) to a list of so many; how many it has then."""
+    """Appends the chosen tiles (1, else 0) to a list of `count` tiles; returns its new length."""
     tl.store(list_ptr + count + tl.cumsum(chosen, 0) - 1, tiles, mask=chosen > 0)
     return count + tl.sum(chosen, 0)
 

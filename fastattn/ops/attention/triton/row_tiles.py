@@ -83,8 +83,8 @@ def load_paged_tile(
     BLOCK: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr, LIMIT: tl.constexpr,
     MASKED: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """load_tile from row `start`, a multiple of BLOCK, of a Source in pages. Of pages without a row
-    to keep, no number is used: it may be any.
+    """load_tile from row `start`, a multiple of BLOCK, of a Source in pages. The number of a page
+    without a row to keep is not used: it may be any.
     """
     pages = x.pages
     if PAGE >= BLOCK:

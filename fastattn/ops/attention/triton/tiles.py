@@ -1,4 +1,4 @@
-"""What the Triton attention kernels share, forward and backward.
+"""Common code of the Triton attention kernels, forward and backward.
 
 Restrictions come in two kinds. Arithmetic ones (lengths, causal alignment, window) bound the loops:
 `tile_range` splits a loop into edge and full tiles, `key_bounds` gives every row its keys. A dense
@@ -20,7 +20,7 @@ from fastattn.ops._triton_launch import BoundLaunch
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NEG_INF = tl.constexpr(float("-inf"))
-# Of fp32.
+# Smallest normal fp32 number.
 SMALLEST_NORMAL = tl.constexpr(2.0**-126)
 
 # Kinds of tiles (mask_lists.py).
@@ -28,7 +28,7 @@ FULL = tl.constexpr(0)
 PARTIAL = tl.constexpr(1)
 EDGE = tl.constexpr(2)
 
-# What one line of a mask serves, if anything: all queries or all keys.
+# Broadcast dimension of a mask: one row for all queries, or one column for all keys.
 ONE_ROW = tl.constexpr(1)
 ONE_COLUMN = tl.constexpr(2)
 
@@ -52,7 +52,7 @@ class DiagonalBounds(NamedTuple):
 def diagonal_bounds(
     causal: int, window_left: int, window_right: int, M: int, N: int
 ) -> DiagonalBounds:
-    """Of causal alignment (0 none, 1 top left, 2 bottom right) and window (-1 unlimited)."""
+    """Bounds by causal alignment (0 none, 1 top left, 2 bottom right) and window (-1 unlimited)."""
     shift = N - M if causal == 2 else 0
     if causal:
         window_right = 0  # no window widens what causal allows
@@ -89,7 +89,7 @@ _WIDEST_TILE = 256
 
 
 def column_keys_workspace(N: int) -> tuple[tuple[int, ...], torch.dtype, bool]:
-    """Scratch memory for the keys of N columns and of those that the last tile has beyond them."""
+    """Workspace for the keys of N columns and of those that the last tile has beyond them."""
     return (triton.cdiv(max(N, 1), _WIDEST_TILE) * _WIDEST_TILE // 2,), torch.int32, False
 
 
@@ -111,7 +111,7 @@ NOT_SPECIALIZED = (
 
 
 class Case(NamedTuple):
-    """What is known to the compiler, of the forward and the backward alike."""
+    """Compile-time constants of the forward and the backward."""
 
     HAS_LOW: Any  # row i attends no key before i + low
     HAS_HIGH: Any  # row i attends no key after i + high
@@ -146,7 +146,7 @@ class Case(NamedTuple):
     DEAD: Any = True  # rows of what the loop reads may attend no pair
     TMA: Any = False  # the loop reads through descriptors
     PAGE: Any = 0  # keys of a page, to which a block table points; 0: k and v have no pages
-    # Of the backward.
+    # Constants of the backward only.
     LISTS: Any = False  # tiles are listed in memory, from base tiles of BASE_M by BASE_N
     BASE_M: Any = 1
     BASE_N: Any = 1
@@ -159,7 +159,7 @@ class Case(NamedTuple):
 
 
 class RowStrides(NamedTuple):
-    """Of q, k, v and their like, of all dimensions but the last."""
+    """Strides of q, k, v and tensors of their layout, without the last dimension."""
 
     b: Any
     h: Any
@@ -183,7 +183,7 @@ class LengthTensors(NamedTuple):
 
 
 class LengthStrides(NamedTuple):
-    """Of key lengths by batch and query, of query lengths by batch."""
+    """Strides of key lengths by batch and query, and of query lengths by batch."""
 
     key_b: Any
     key_m: Any
@@ -196,21 +196,21 @@ class Lengths(NamedTuple):
 
 
 class TableStrides(NamedTuple):
-    """Of a block table, by batch and page."""
+    """Strides of a block table, by batch and page."""
 
     b: Any
     page: Any
 
 
 class ScoreTensors(NamedTuple):
-    """What changes scores, None without. Tensors on the host, pointers in kernels."""
+    """Tensors of score modifications, None without. Tensors on the host, pointers in kernels."""
 
     sinks: Any  # [H], fp32
     distance_bias: Any  # [B or 1, H, M + N - 1], fp32
 
 
 class ScoreNumbers(NamedTuple):
-    """What goes with them, None without."""
+    """Numbers of score modifications, None without."""
 
     softcap: Any
     sink_stride: Any
@@ -221,9 +221,9 @@ class ScoreNumbers(NamedTuple):
 
 
 class ScoreChanges(NamedTuple):
-    """Of a program. cap_scale: with a soft cap, times products: the tanh is the capped score
-    divided by the cap. distance_ptr: the entry of distance_bias for key i of query i; the head has
-    those from distance_begin to distance_end, counted from it.
+    """Score modifications of a program. cap_scale: with a soft cap, times products: the tanh is the
+    capped score divided by the cap. distance_ptr: the entry of distance_bias for key i of query i;
+    the head has those from distance_begin to distance_end, counted from it.
     """
 
     cap_scale: Any
@@ -365,7 +365,7 @@ def key_bounds(i, row_limit, q_limit, low, high, HAS_LOW: tl.constexpr, HAS_HIGH
     return begin, tl.where(i < q_limit, end, 0)
 
 
-# -- changes of scores ----------------------------------------------------------------------------
+# -- score modifications --------------------------------------------------------------------------
 
 
 @triton.jit
@@ -424,8 +424,8 @@ def capped(s, changes, CASE: tl.constexpr):
 
 @triton.jit
 def distance_bias(changes, m_start, n_start, i, j, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """What the pairs m_start + i, n_start + j add to their scores; any number for pairs that are
-    not allowed.
+    """The bias of the scores of pairs m_start + i, n_start + j; any number for pairs that are not
+    allowed.
 
     The tile's distances are loaded once and exchanged through shared memory: 1.7 instructions a
     pair (sm_90). A load for each pair would be kept in shared memory by the load pipeline, another
@@ -466,7 +466,7 @@ def allowed_and_bias(value, DTYPE: tl.constexpr):
     if DTYPE == tl.int1:
         return value != 0, 0.0
     elif DTYPE == tl.float64:
-        # What fp64 tells from blocked, fp32 must too.
+        # Values that are not blocked in fp64 must not become blocked in fp32.
         bias = tl.maximum(value, blocked_value(tl.float32)).to(tl.float32)
         return ~(value <= blocked_value(tl.float64)), bias
     else:
@@ -476,7 +476,7 @@ def allowed_and_bias(value, DTYPE: tl.constexpr):
 
 @triton.jit
 def mask_pointers(tile_ptr, i, j, stride_mm, stride_mn, SHARED: tl.constexpr):
-    """Of the pairs i, j, one of a line that SHARED says serves all."""
+    """Pointers to the mask's values of pairs i, j. SHARED: the dimension that is broadcast."""
     if SHARED == ONE_ROW:
         return tile_ptr + j * stride_mn
     elif SHARED == ONE_COLUMN:

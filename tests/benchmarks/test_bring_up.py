@@ -1,4 +1,4 @@
-"""The stages of `make gpu`: limits, crashes, interrupts, and which rows of theirs count."""
+"""The stages of `make gpu`: limits, crashes, interrupts, and which of their rows count."""
 
 import argparse
 import importlib
@@ -183,7 +183,7 @@ def _row(**fields: Any) -> dict[str, Any]:
 
 
 def test_rows_that_count(tmp_path: Path) -> None:
-    """Those of the newest kernels; of a case that was skipped, what a later run found."""
+    """Rows of the newest kernels; for a case that was skipped, the row of a later run."""
     file = tmp_path / "instances.jsonl"
     for applies_to, instance, status in (
         ("old", "a", "FAIL"), ("old", "b", "FAIL"), ("new", "b", "skipped"),

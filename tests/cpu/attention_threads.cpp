@@ -48,8 +48,8 @@ struct Case {
   bool mask, dropout, changes;                      // changes: bias by distance, soft cap and sinks
 };
 
-// What one run leaves behind: out, lse, the mean of the weights and the gradients, which include
-// those of the weights.
+// Results of one run: out, lse, the mean of the weights and the gradients, which include those of
+// the weights.
 std::vector<Floats> results(const Case& c, int64_t threads) {
   constexpr int kHeadDim = 24, kValueDim = 20;
   const bool packed = !c.cu_seqlens_q.empty();

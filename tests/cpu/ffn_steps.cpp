@@ -24,7 +24,7 @@ namespace {
 
 using Numbers = std::vector<int64_t>;
 
-// So many blocks of rows, in the first product tasks for each, in the second, and panels.
+// Numbers of blocks of rows, of tasks for each in the first product and in the second, of panels.
 constexpr int kBlocks = 9, kFirst = 3, kSecond = 2, kPanels = 4;
 
 int64_t sum(const Numbers& x, int64_t first, int64_t count) {
@@ -43,7 +43,7 @@ int64_t after_a_while(int64_t task, int64_t value) {
   return value;
 }
 
-// What a forward and the gradient of a weight do: panels, a product, a second one interleaved with
+// Steps of a forward and the gradient of a weight: panels, a product, a second one interleaved with
 // it, the first one's panels again, and a product of everything.
 Numbers results(int workers, int lag) {
   Numbers panels(kPanels), hidden(kBlocks * kFirst), out(kBlocks * kSecond), gradient(kPanels);

@@ -255,7 +255,7 @@ def test_mask_in_fp64(shape: tuple[int, ...]) -> None:
         torch.testing.assert_close(actual.double(), exact.double(), rtol=1e-4, atol=1e-4)
 
 
-# -- changes of scores ----------------------------------------------------------------------------
+# -- score modifications --------------------------------------------------------------------------
 @every_isa
 @pytest.mark.parametrize("through", ["out", "lse", "both"])
 @pytest.mark.parametrize("shape", [(2, 3, 40, 1), (1, 1, 40, 1), (1, 1, 1, 1)])
@@ -519,7 +519,7 @@ def test_saved_tensors_may_come_back_in_another_layout() -> None:
 def test_more_positions_than_the_kernels_support_use_another_backend(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By the library and by `unsupported` alike."""
+    """The library and `unsupported` agree."""
     asked: list[str | None] = []
 
     def run(self: Op, args: Any, backend: str | None) -> tuple[Tensor, ...]:
@@ -540,7 +540,7 @@ def test_more_positions_than_the_kernels_support_use_another_backend(
 def test_biases_of_no_pairs_have_zero_gradients(
     B: int, M: int, N: int, backend: str | None
 ) -> None:
-    """Those of a sink are 0 too: out of no key is 0, and rows of no batch have no lse."""
+    """Gradients of a sink are 0 too: out of no key is 0, and rows of no batch have no lse."""
     q, k = torch.randn(B, 2, M, 8), torch.randn(B, 2, N, 8)
     mask = torch.randn(1, 1, 1, N, requires_grad=True)
     table, sinks = torch.randn(2, 5, requires_grad=True), torch.randn(2, requires_grad=True)

@@ -1,5 +1,5 @@
-"""What attention's CPU kernels may find at positions that no query attends, and at those that one
-does: the former change no bit, the latter affect these queries only.
+"""Values at positions that no query attends, and at those that one does, on the CPU: the former
+change no bit, the latter affect these queries only.
 """
 
 from functools import partial

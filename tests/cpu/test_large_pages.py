@@ -15,7 +15,7 @@ _COLLAPSE = 25
 
 
 def _memory(pages: int) -> tuple[mmap.mmap, int]:
-    """Touched small pages, and the address of the first large one of so many within."""
+    """Touched small pages, and the address of the first of `pages` large pages within."""
     memory = mmap.mmap(-1, (pages + 1) * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for at in range(0, len(memory), mmap.PAGESIZE):
         memory[at] = 1
@@ -64,8 +64,8 @@ def test_only_pages_move_that_are_covered_by_half() -> None:
     _kept, address = _memory(5)
     before = _large_bytes(address)
     quarter = PAGE // 4
-    # Of the first page a quarter, of the second one all, of the third a half in two parts, of the
-    # fourth a quarter.
+    # A quarter of the first page, all of the second, a half of the third in two parts, a quarter of
+    # the fourth.
     ranges = {3 * quarter: 5 * quarter, 8 * quarter: quarter, 11 * quarter: 2 * quarter}
     torch.ops.fastattn_cpu.move_to_large_pages(
         [address + offset for offset in ranges], list(ranges.values())

@@ -81,7 +81,7 @@ def test_one_column_has_no_gradient(isa: str) -> None:
 
 
 def _outputs_and_gradients(rows: int, columns: int, dtype: torch.dtype) -> list[Tensor]:
-    """Of the three norms."""
+    """Outputs and gradients of the three norms."""
     generator = torch.Generator().manual_seed(1)
 
     def randn(*shape: int, dtype: torch.dtype = dtype) -> Tensor:

@@ -33,7 +33,7 @@ Launch = Callable[[str, int, str, str], str | None]
 
 
 def index_of(name: str) -> int:
-    """Of a type, as the kernels are called with it."""
+    """Number of a type, an argument of the kernels."""
     return list(NAMES).index(name)
 
 
@@ -79,7 +79,7 @@ def _launch(op: Op, args: Sequence[Any]) -> Sequence[Tensor]:
 
 @dataclass(frozen=True)
 class Tiling:
-    """Of a forward, or of a backward with its strips and lines."""
+    """Tiling of a forward, or of a backward with its strips and lines."""
 
     width: int
     values: int

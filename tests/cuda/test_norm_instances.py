@@ -1,5 +1,5 @@
-"""What the CUDA compiler makes of the norms for each GPU: registers, spills, 16-byte accesses. As
-for Hopper in tests/sm90/test_cuda_sources.py, without a GPU.
+"""Compiler output for the norms on each GPU: registers, spills, 16-byte accesses. As for Hopper in
+tests/sm90/test_cuda_sources.py, without a GPU.
 """
 
 import re
@@ -48,7 +48,7 @@ def _demangled(name: str) -> tuple[str, list[str]]:
 
 
 def _compiled(name: str, folder: Path) -> dict[str, list[Kernel]]:
-    """Of each GPU."""
+    """Compiled kernels for each GPU."""
     nvcc, cuobjdump = sources._nvcc(), sources._cuobjdump()
     if nvcc is None or cuobjdump is None:
         pytest.skip("needs nvcc and cuobjdump")

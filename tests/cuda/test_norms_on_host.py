@@ -267,7 +267,7 @@ def test_offsets_of_more_than_32_bits(simulate: Callable[[], None]) -> None:
 # -- what the library plans ------------------------------------------------------------------------
 @pytest.fixture
 def tilings(monkeypatch: pytest.MonkeyPatch) -> list[Tiling]:
-    """Of launches, which compute nothing."""
+    """Tilings of launches, which compute nothing."""
     if reason := missing():
         pytest.skip(reason)
     made: list[Tiling] = []

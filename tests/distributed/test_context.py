@@ -133,7 +133,7 @@ def ring_drops_the_same_weights() -> None:
 
 
 def seeds_with_an_origin() -> None:
-    """Of whole sequences that are themselves a part of a larger attention."""
+    """Dropout seeds of whole sequences that are themselves a part of a larger attention."""
     q, k, v = (torch.randn(2, 4, 64, 8) for _ in range(3))
     drop = {"dropout_p": 0.5, "dropout_seed": torch.tensor([7, 3, 4, 16, 32])}
     expected = fastattn.attention(q, k, v, **drop)
@@ -154,7 +154,7 @@ def random_samples_equal_attention() -> None:
 
 
 def some_gradients() -> None:
-    """Of lse alone, of q alone, and of k without v."""
+    """Gradients of lse alone, of q alone, and of k without v."""
     q, k, v = (torch.randn(2, 4, 24, 8) for _ in range(3))
     weights = torch.randn(2, 4, 24, 8), torch.randn(2, 4, 24)
     for method in ("ring", "all_to_all"):

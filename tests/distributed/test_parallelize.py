@@ -211,7 +211,7 @@ def tensor_alone() -> None:
 
 
 def rotary_positions() -> None:
-    """Of an odd number of target tokens in the second step."""
+    """Rotary positions, with an odd number of target tokens in the second step."""
     rotary = replace(SMALL, positions="rotary")
     trained_like_one_process({"data": 4}, rotary, 2)
     trained_like_one_process({"data": 2, "tensor": 2}, rotary, 2, sequence=False)

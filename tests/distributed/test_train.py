@@ -181,7 +181,7 @@ def a_failed_save_is_raised_in_all_ranks(run: Path) -> None:
     finally:
         checkpoint.write_checkpoint = real
     assert checkpoint.checkpoint_steps(run) == []
-    # What is unfinished is deleted when training starts again.
+    # Unfinished checkpoints are deleted when training starts again.
     assert any((run / checkpoint.CHECKPOINTS).iterdir())
     trained(ranks_of(data=4), run=run, resume=True, stop_after=0)
     assert not any((run / checkpoint.CHECKPOINTS).iterdir())

@@ -1,4 +1,4 @@
-"""What patched encoder-decoders stay: models that change between calls and steps of `generate`, are
+"""Patched encoder-decoders remain models that change between calls and steps of `generate`, are
 copied, trained and used by several threads.
 """
 

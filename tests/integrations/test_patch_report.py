@@ -1,6 +1,4 @@
-"""What the report of `patch` says of models that strangers wrote, and patched models in another
-process.
-"""
+"""The report of `patch` on third-party models, and patched models in another process."""
 
 import multiprocessing
 import subprocess

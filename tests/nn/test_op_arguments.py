@@ -114,7 +114,7 @@ class TestSameCalls:
 
 
 def test_invalid_parameters_raise_as_before() -> None:
-    """What one test does not know to be valid is checked by the public function."""
+    """Arguments that one test does not find valid are checked by the public function."""
     module, x = fnn.LayerNorm(8), torch.randn(3, 8)
     module.weight = nn.Parameter(torch.randn(1))
     with pytest.raises(ValueError, match=r"weight must be \[8\]"):

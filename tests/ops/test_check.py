@@ -424,7 +424,7 @@ def test_rows_are_written_as_they_come(
 def test_a_run_continues_another(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a file has rows of is not repeated, if they are of the same kernels, and reported."""
+    """Samples that a file has rows of, by the same kernels, are not repeated, but reported."""
     file = tmp_path / "rows.jsonl"
     options = _options("--op=rms_norm", "--sample=odd_width", "--backend=reference",
                        f"--json={file}", "--resume")  # fmt: skip

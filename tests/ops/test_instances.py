@@ -20,7 +20,7 @@ _BOTH = ("fwd", "bwd")
 needs_library = pytest.mark.skipif(_native.unavailable("cpu") is not None, reason="needs _C_cpu")
 
 
-# What a call of the Hopper feed-forward network launches, by direction and whether it is gated.
+# Launches of a call of the Hopper feed-forward network, by direction and whether it is gated.
 _PRODUCTS = {
     ("fwd", False): ("up", "down"),
     ("fwd", True): ("up_gated", "down"),

@@ -103,7 +103,7 @@ def test_threads_change_no_bit(rows: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_batch_invariant(isa: str, dtype: torch.dtype) -> None:
     """Inside, a row has the same bits alone and in a batch; outside, it may not."""
-    # Of many results, some are rounded to another number if their sums differ.
+    # Some of many results are rounded to another number if their sums differ.
     inputs = make_inputs(torch.Generator().manual_seed(0), dtype, rows=(240,), D=700, out=3000)
     x = inputs.pop("x")
     compute = partial(functional.linear, **inputs, backend="cpu")

@@ -51,7 +51,7 @@ def test_the_bits_of_contiguous_keys(backend: str | None, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("backend", [None, "torch", "reference"])
 def test_pages_beyond_the_length_are_not_read(backend: str | None) -> None:
-    """Whatever the table says; NaN in them and after the last key changes nothing."""
+    """For any entries of the table; NaN in such pages and after the last key changes nothing."""
     call = _small()
     expected = fastattn.attention(**call, key_lengths=[20, 16], backend=backend)
     table, used = call["block_table"].clone(), call["block_table"][[0, 0, 1], [0, 1, 0]].long()
@@ -181,7 +181,7 @@ def test_vmap() -> None:
 
 
 def test_the_choice_of_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the public function: the names of its backends, FASTATTN_BACKEND and `explain`."""
+    """The public function's names of backends, FASTATTN_BACKEND and `explain`."""
     call = _small()
     assert fastattn.explain("attention", **call).op == "attention_paged_fwd"
     monkeypatch.setenv("FASTATTN_BACKEND", "attention=reference")

@@ -163,7 +163,7 @@ def test_an_entry_applies_to_gpus_of_its_architecture(
 def test_the_digest_depends_on_sources_and_libraries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of the backend: building another one's library changes nothing."""
+    """The digest is of the backend's kernels: building another one's library changes nothing."""
     monkeypatch.setattr(_verified, "_PACKAGE", tmp_path)
     compute = _verified.kernels.__wrapped__
     digests = [compute("sm90")["digest"]]

@@ -264,7 +264,7 @@ for load in (
 
 
 def _loads(folder: Path, first: str) -> list[str]:
-    """What a process prints that loads and runs both files after the statement `first`."""
+    """Output of a process that loads and runs both files after the statement `first`."""
     done = subprocess.run(
         [sys.executable, "-c", _LOAD.format(first=first)],
         cwd=folder,

@@ -1,4 +1,4 @@
-"""What a user sees of the package in Python: its names, the help, PyTorch's names of arguments."""
+"""The package's interface in Python: its names, the help, PyTorch's names of arguments."""
 
 import doctest
 import inspect

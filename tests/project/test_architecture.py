@@ -135,12 +135,13 @@ def references_import_more_than_torch(package: Path) -> list[str]:
     return found
 
 
-# What a module of each layer may import of fastattn; names are prefixes, <op> is its own op.
+# Modules of fastattn that a module of each layer may import; names are prefixes, <op> is its own
+# op.
 _LAYERS = (
     ("fastattn.ops._env", ()),
     ("fastattn.ops._dropout", ()),
     ("fastattn.ops._native", ("fastattn.ops._env",)),
-    # What the Triton backends of all ops share.
+    # Common code of the Triton backends of all ops.
     ("fastattn.ops._cuda_driver", ()),
     ("fastattn.ops._triton_launch", ("fastattn.ops._cuda_driver",)),
     ("fastattn.ops._triton_dropout", ("fastattn.ops._dropout",)),

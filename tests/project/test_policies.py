@@ -1,4 +1,4 @@
-"""What the project promises: its public names, its versions, and the files for those who report and
+"""The project's policies: its public names, its versions, and the files for those who report and
 release.
 """
 

@@ -93,7 +93,7 @@ def test_every_kind_of_model_decodes(changes):
         assert_same_hypotheses(beams[i], naive_beams)
 
 
-# What holds for every search
+# Tests of every search
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

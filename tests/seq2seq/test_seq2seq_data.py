@@ -48,7 +48,7 @@ def test_pair_files_report_each_malformed_line(tmp_path):
     ]
 
 
-# What str.splitlines splits at besides LF and CRLF.
+# Separators of str.splitlines besides LF and CRLF.
 SEPARATORS = ("\r", "\v", "\f", "\x1c", "\x1d", "\x1e", "\x85", "\u2028", "\u2029")
 
 

@@ -27,7 +27,7 @@ extern "C" const char* ffn_sum_columns(const SumColumns* problem) {
   on_host::synchronize();
   return failure;
 }
-// What each of them writes: three addresses and sizes in bytes, 0 for none.
+// Results of each of them: three addresses and sizes in bytes, 0 for none.
 extern "C" void ffn_drop_gradient_results(const DropGradient* problem, void** data,
                                           int64_t* bytes) {
   data[0] = problem->dropped;

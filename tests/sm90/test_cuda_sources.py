@@ -1,5 +1,5 @@
-"""What the CUDA compiler makes of the Hopper kernels: each is disassembled, no GPU. Objects of the
-native library that are up to date are read as they are; what has none is compiled here.
+"""Compiler output for the Hopper kernels: each is disassembled, no GPU. Objects of the native
+library that are up to date are read as they are; kernels without one are compiled here.
 
 A kernel that spills, or whose tensor-core products the compiler had to serialise, still computes
 the right thing, only slowly; one whose roles ask for more registers than its launch has hangs.
@@ -23,14 +23,14 @@ INSTANCES, TRIAL_FLAGS = build_script().INSTANCES, build_script().trial_flags
 FLAGS = ["-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "-Xptxas", "-v", "-cubin"]
 # Keys of a block, consumer warpgroups, and registers of (producers, consumers), by head dim.
 BLOCKS = {64: 128, 128: 128, 192: 112, 256: 80}
-GROUPS = {64: 3, 128: 2, 192: 2, 256: 2}  # an additive mask leaves room for two
+GROUPS = {64: 3, 128: 2, 192: 2, 256: 2}  # an additive mask leaves memory for two
 BUDGETS = {3: (32, 160), 2: (40, 232)}
 STAGED = (64, 128)  # head dims whose output leaves through shared memory
 BACKWARD_VARIANTS = (
     "bounded", "dropout", "mask", "bias", "mask_dropout", "bias_dropout", "scores", "scores_dense",
 )  # fmt: skip
 VARIANTS = ("full", "sinks", "scores_dropout", "paged", "paged_scores", *BACKWARD_VARIANTS)
-SMALL_BLOCK = 64  # above head dim 128, with an additive mask or changes of scores
+SMALL_BLOCK = 64  # above head dim 128, with an additive mask or score modifications
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def _objects(library_name: str = "sm90") -> dict[str, Path]:
 
 @functools.lru_cache(maxsize=1)  # neighbours read the same object
 def _instructions(binary: Path, cuobjdump: str) -> dict[str, list[str]]:
-    """By the mangled name of a kernel."""
+    """Instructions by the mangled name of a kernel."""
     command = [cuobjdump, "-sass", str(binary)]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     _, *functions = re.split(r"Function : (\S+)", text)
@@ -97,7 +97,7 @@ def _instructions(binary: Path, cuobjdump: str) -> dict[str, list[str]]:
 
 
 def _of_variant(macros: tuple[str, ...]) -> str:
-    """What is in the mangled names of the kernels of an attention instance, and of no other in the
+    """Text in the mangled names of the kernels of an attention instance, and of no other in the
     same object.
     """
     [variant] = re.findall(r"-DFASTATTN_VARIANT=(\w+)", " ".join(macros))
@@ -200,7 +200,7 @@ def test_instance(name: str, tmp_path: Path) -> None:
     # The two products of a step are in flight together: no wait between them.
     events = "".join(_events(c.sass))
     # At head dim 64 the exponentials of a block run beside P V, with those that rescale two rows.
-    # With changes of scores there are those of the soft cap, too.
+    # With score modifications there are the soft cap's exponentials, too.
     most = "," if changed else ""
     beside = f"e{{{block // 2 + 2}{most}}}" if c.head_dim == 64 else "e*"
     # The ends of rows with sinks have some, of tiles with and without keys.
@@ -313,7 +313,7 @@ def test_backward_instance(name: str, tmp_path: Path) -> None:
     def count(pattern: str) -> int:
         return sum(bool(re.search(pattern, line)) for line in sass)
 
-    # K Q^T and V dO^T, dV, dQ and dK. What lies in shared memory the other way round is "tnsp".
+    # K Q^T and V dO^T, dV, dQ and dK. Transposed operands in shared memory are "tnsp".
     products, gradients = head_dim // 16, b.rows // 16
     columns = -(-head_dim // 64) * 64 // b.groups  # of dQ, where columns are shared out
     parts = 1 if b.splits_keys else columns // 64

@@ -89,7 +89,7 @@ OWN += (
     _sample("bias_column_dropout", mask="float HM", M=140, N=130, dropout_p=0.3),
     _sample("bias_column_min", mask="min BHM", M=140, N=130, key_lengths=[65, 130]),
 )
-# Of the op's own samples those that differ in what the kernels do.
+# Samples of the op that run different code of the kernels.
 CHOSEN = (
     "dropout", "dropout_all", "dropout_causal_gqa", "plain", "one_by_one", "one_query",
     "one_key", "s257", "d8", "d160", "d192_e128", "d256_e8", "bshd", "packed", "gqa",
@@ -191,7 +191,9 @@ def _compare(
     "name", ["causal_gqa_64", "blocks_128", "bias_fp32_256", "packed_causal_192"]
 )
 def test_orders_of_sums(simulate: Callable[[], None], name: str, in_order: bool) -> None:
-    """Of dq: the first block of keys stores, the others add in any order or in that of the keys."""
+    """Sums of dq: the first block of keys stores, the others add in any order or in that of the
+    keys.
+    """
     spec, sample = next((spec, s) for spec, s in CASES if s.name == name)
     with deterministic_algorithms(in_order):
         _compare(simulate, spec, sample, torch.bfloat16)

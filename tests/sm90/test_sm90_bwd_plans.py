@@ -178,7 +178,7 @@ def test_first_keys_come_first(
 def test_every_block_of_packed_sequences_has_a_number(
     native: ctypes.CDLL, lengths: list[int], size: int, slack: int
 ) -> None:
-    """Those of the rows behind the last sequence too, and at most one a sequence holds nothing."""
+    """Blocks of the rows behind the last sequence too, and at most one a sequence holds nothing."""
     offsets, sequences = [0, *itertools.accumulate(lengths)], len(lengths)
     rows, result = offsets[-1] + slack, (ctypes.c_int * 2)()
     found = []

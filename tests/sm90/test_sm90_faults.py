@@ -114,7 +114,7 @@ def test_other_instances(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
             forward.test_forward(lambda _: machine, monkeypatch, "here")
 
 
-# Mutations of what sinks and changes of scores do, by the case whose results are wrong with each.
+# Mutations of sinks and score modifications, by the case whose results are wrong with each.
 _SINK = "sinks.data[int64_t{head} * (queries / sinks.rows) + row / sinks.rows]"
 CHANGES = {
     "64 sinks": (

@@ -424,7 +424,7 @@ def test_adjacent_sections(
 def check_forward(
     c: Case, shared_keys: int = 0
 ) -> tuple[ForwardCall | PackedForwardCall, Tensor, Tensor]:
-    """The call, out and lse. shared_keys: so many first keys are the same in all sequences."""
+    """The call, out and lse. shared_keys: number of first keys that all sequences share."""
     generator = torch.Generator().manual_seed(3)
     E = c.D if c.E is None else c.E
     queries, keys = ([pair[i] for pair in c.packed] for i in range(2))
@@ -484,7 +484,7 @@ def check_forward(
             actual, exact, like, mag = (x.transpose(0, 1) for x in (actual, exact, like, mag))
         result = compare(actual, exact, like, mag, 1 if actual is lse else 2)
         assert result.ok, result
-    if sinks is not None:  # by this the backward knows rows without keys
+    if sinks is not None:  # the backward identifies rows without keys by this
         assert torch.equal(lse <= sinks[:, None], same[1] <= sinks[:, None])
     return call, out, lse
 
@@ -509,7 +509,9 @@ def test_longest_sequences_first(machine: Callable[[Instance], Machine], count: 
 
 @pytest.mark.parametrize("dims", [(0, 1, 2), (1, 2), (0,)])
 def test_one_value_for_all_keys(monkeypatch: pytest.MonkeyPatch, dims: tuple[int, ...]) -> None:
-    """An additive mask without a dimension of keys becomes a boolean one: only lse sees values."""
+    """An additive mask without a dimension of keys becomes a boolean one: only lse depends on
+    values.
+    """
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(2, 3, n, 8, generator=generator) for n in (9, 5, 5))
     shape = [n if dim in dims else 1 for dim, n in enumerate(q.shape[:3])]

@@ -1,4 +1,4 @@
-"""What the Hopper attention and feed-forward network refuse."""
+"""Calls that the Hopper attention and feed-forward network do not support."""
 
 import pytest
 import torch

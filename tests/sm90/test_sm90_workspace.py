@@ -1,4 +1,4 @@
-"""What the bindings of the Hopper kernels plan before they launch (split-KV, tile counters, copies
+"""Plans of the bindings of the Hopper kernels before they launch (split-KV, tile counters, copies
 of masks, splits of a mask's gradient, the order of sums), and how they divide the workspace.
 """
 
@@ -31,7 +31,7 @@ MULTIPROCESSORS = 132  # of an H200, for which other devices stand in
 
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
-    """Of the forward's launches, which compute nothing."""
+    """Plans of the forward's launches, which compute nothing."""
     if reason := missing():
         pytest.skip(reason)
     made: list[Plan] = []
@@ -162,7 +162,7 @@ def test_packed(
 
 
 def _shifted(mask: Tensor, columns: int, start: int = 0) -> Tensor:
-    """The same values in rows of so many columns, from column `start` on."""
+    """The same values in rows of `columns` columns, from column `start` on."""
     storage = mask.new_zeros(*mask.shape[:3], columns)
     storage[..., start : start + mask.shape[3]] = mask
     return storage[..., start : start + mask.shape[3]]
@@ -292,8 +292,8 @@ def test_sections_of_the_workspace(
 
 
 def test_order_of_the_sums_of_dq(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of the keys under deterministic algorithms, read when a backward runs. PyTorch does not
-    run a compiled one whose forward ran without them.
+    """The order of the keys under deterministic algorithms, read when a backward runs. PyTorch does
+    not run a compiled one whose forward ran without them.
     """
     if reason := missing():
         pytest.skip(reason)

@@ -72,8 +72,8 @@ def generated(model: Any, side: str = "left", new: int = 8, **options: Any) -> A
 
 
 def before_and_after(model: Any, **options: Any) -> tuple[Any, Any, dict[str, int]]:
-    """What the model generates before it is patched and after, the second time, and its calls by
-    the model's own path.
+    """The model's output before it is patched and after, the second time, and its calls by the
+    model's code.
     """
     expected = generated(model, **options)
     with fastattn.patch(model, quiet=True) as report:

@@ -82,7 +82,7 @@ class Calls(CallRecorder):
 
     @property
     def arguments(self) -> list[dict[str, Any]]:
-        """Those of each call, and its op."""
+        """Arguments of each call, and its op."""
         return [
             {"op": name.removesuffix("_fwd")}
             | dict(zip((a.name for a in op._schema.arguments), args, strict=True))

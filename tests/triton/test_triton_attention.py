@@ -105,7 +105,7 @@ def _check(args: tuple[Any, ...], config: ForwardConfig | None = None) -> None:
         ]
         kernels.attention_fwd(call, out, lse, *workspace)
     wide, same = reference.attention_fwd(*_wide(args)), reference.attention_fwd(*args)
-    # Of a value's size: the sum of its terms' sizes; of a score's: its own rounding, a few terms.
+    # Size of a value: the sum of its terms' sizes; of a score: its own rounding, a few terms.
     size = reference.attention_fwd(*_wide(args)[:2], args[2].double().abs(), *_wide(args)[3:])[0]
     mags = (size.nan_to_num(), 1 + wide[1].abs())
     for name, got, w, s, mag in zip(("out", "lse"), (out, lse), wide, same, mags, strict=True):
@@ -355,7 +355,7 @@ def test_tanh_has_a_small_relative_error() -> None:
 @runs
 @pytest.mark.parametrize("amplitude", [1e-2, 4.0])
 def test_soft_cap_in_fp32(amplitude: float) -> None:
-    """Of scores far below the cap and around it."""
+    """Scores far below the cap and around it."""
     options = {"B": 1, "H": 1, "M": 40, "N": 50, "D": 16, "softcap": 5.0, "amplitude": amplitude}
     _check(_arguments(Sample("cap", "", partial(make_inputs, **options), ()), torch.float32))
 
@@ -363,7 +363,7 @@ def test_soft_cap_in_fp32(amplitude: float) -> None:
 @runs
 @pytest.mark.parametrize("dtype", [torch.float32, FP16])
 def test_only_rows_without_keys_have_the_sink_as_lse(dtype: torch.dtype) -> None:
-    """Other rows' lse is above it, if by rounding up alone: so the backward knows them."""
+    """Other rows' lse is above it, if by rounding up alone: the backward recognises them by lse."""
     sinks = torch.tensor([0.0, -0.0, 30.0, -50.0, -torch.inf])
     q = torch.full((1, 5, 3, 16), 8.0, dtype=dtype)
     lengths = torch.tensor([[4, 0, 1]], dtype=torch.int32)

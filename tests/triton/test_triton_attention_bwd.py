@@ -61,7 +61,7 @@ runs = pytest.mark.skipif(
 # Dead rows and keys hold NaN, and what the kernels make of them is selected away.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 RESULTS = Gradients._fields
-# What the public functions return of these has the parameter's dtype, in samples the data's.
+# The public functions return these in the parameter's dtype, samples in the data's.
 PARAMETERS = ("ddistance_bias", "dsinks")
 NAN = float("nan")
 
@@ -345,7 +345,7 @@ def test_very_negative_scores() -> None:
 
 @runs
 def test_gradient_of_a_bias_by_distance() -> None:
-    """Of bounds that leave few diagonals, with dropped weights, in fp32: the same in every run."""
+    """Bounds that leave few diagonals, with dropped weights, in fp32: the same in every run."""
     options = {"B": 2, "H": 2, "K": 1, "M": 70, "N": 50, "D": 16, "dropout_p": 0.25}
     bounds = {"causal": "bottom_right", "window": (40, -1), "mask": "blocks BMN"}
     call = Call(_small("distance", alibi="H", **options, **bounds), torch.float32)
@@ -376,7 +376,7 @@ def test_a_bias_by_distance_that_only_blocked_pairs_have_may_be_nan(
 @runs
 @pytest.mark.parametrize("amplitude", [1e-2, 4.0])
 def test_soft_cap_in_fp32(amplitude: float) -> None:
-    """Of scores far below the cap and around it, with dropped weights."""
+    """Scores far below the cap and around it, with dropped weights."""
     options = {"B": 1, "H": 1, "M": 40, "N": 50, "D": 16, "softcap": 5.0, "dropout_p": 0.1}
     call = Call(_small(f"cap {amplitude}", amplitude=amplitude, **options), torch.float32)
     call.check(call.run())
@@ -389,7 +389,7 @@ def test_soft_cap_in_fp32(amplitude: float) -> None:
 def test_nan_in_a_query_reaches_the_gradients(
     mask: str | None, dtype: torch.dtype, dropout_p: float
 ) -> None:
-    """Those of all keys; where dropout drops the pair, the key's value may be left out."""
+    """Results of all keys; where dropout drops the pair, the key's value may be left out."""
     options = {"B": 1, "H": 1, "M": 20, "N": 70, "D": 16, "mask": mask, "dropout_p": dropout_p}
     call = Call(_small("NaN", **options), dtype)
     call.tensors[0][0, 0, 3, 5] = NAN

@@ -147,7 +147,8 @@ def _examine(kernel: Any, arch: str) -> None:
     check_registers(kernel, arch, 384)
 
 
-# What runs always; the slow run adds one feature or two at every head dim, on Hopper all at 64.
+# Features that always run; the slow run adds one feature or two at every head dim, on Hopper all at
+# 64.
 _ALWAYS: dict[str, dict[int, tuple[str, ...]]] = {
     "sm_80": {64: ("causal",), 128: ("lengths",)},
     "sm_90": {
@@ -180,7 +181,7 @@ def test_compiles(arch: str, D: int, feature: str) -> None:
         _examine(kernel, arch)
 
 
-# What takes most shared memory: tiles of a mask beside those of operands, bounds, dropout's keys.
+# Features that take most shared memory: a mask's tiles beside operands, bounds, dropout's keys.
 _BOUNDS: dict[str, Any] = {
     "causal": 2, "key_lengths": 1, "query_lengths": True, "dropout_p": 0.1,
 }  # fmt: skip

@@ -152,7 +152,7 @@ def test_compiles(arch: str, D: int, feature: str) -> None:
         assert not any(re.search(r"\b(STL|LDL)", line) for body in loops(kernel) for line in body)
 
 
-# What takes most shared memory: tiles of a wide mask beside those of keys and values.
+# Features that take most shared memory: tiles of a wide mask beside those of keys and values.
 _BOUNDS: dict[str, Any] = {
     "causal": 2, "key_lengths": 1, "query_lengths": True, "dropout_p": 0.1,
 }  # fmt: skip

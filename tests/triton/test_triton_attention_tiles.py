@@ -261,7 +261,7 @@ def test_head_dims_are_split_to_pad_less() -> None:
 
 @pytest.mark.parametrize("length", [1, 3, 4, 9])
 def test_lse_and_delta_of_packed_sequences_fit(length: int) -> None:
-    """Those of each sequence begin at a multiple of a step, behind those of the last."""
+    """lse and delta of each sequence begin at a multiple of a step, behind those of the last."""
     sequences, step = 40, LSE_DELTA_ALIGNMENT.value
     offsets = length * torch.arange(sequences + 1, dtype=torch.int32)
     q = torch.empty(sequences * length, 1, 8)
@@ -294,7 +294,9 @@ def test_dead_rows_and_keys_match_allowed_pairs() -> None:
 def _constants(
     tiling: BwdConfig, M: int = 64, N: int = 64, expanded: str = ""
 ) -> tuple[Case, Case]:
-    """Of the kernels for dq and for dk and dv. expanded: the tensor that serves both batches."""
+    """Constants of the kernels for dq and for dk and dv. expanded: the tensor that serves both
+    batches.
+    """
     sizes = {"q": M, "k": N, "v": N, "dout": M, "out": M}
     x = {name: torch.empty(2, 2, n, 16, dtype=torch.float16) for name, n in sizes.items()}
     if expanded:

@@ -12,7 +12,7 @@ from sm90_on_host.fault_injector import Harmless
 BOUNDED = ("64 kBounded", "128 kBounded", "256 kBounded")
 DROPOUT, DENSE, BIAS = ("128 kDropout",), ("128 kMask",), ("128 kBias", "256 kBias")
 INSTANCES = BOUNDED + DROPOUT + DENSE + BIAS
-# Of the mask's gradient: two blocks in shared memory, or one.
+# Instances of the mask's gradient: two blocks in shared memory, or one.
 DMASK = ("64 kBias", "192 kBiasDropout")
 STAGES = BOUNDED[:2]  # two buffers of all that a step loads
 ONE_DOUT = BOUNDED[2:]  # two of Q and one of dO, dQ in two pieces
@@ -22,7 +22,7 @@ ONE_BIAS = BIAS[:1]  # with buffers of dS that the mask is loaded into
 
 @dataclass
 class _Source:
-    """Of one file; `only`: the instances that it is tried in."""
+    """Mutations of one file; `only`: the instances that a mutation is tried in."""
 
     file: str
     found: list[tuple[Mutation, tuple[str, ...]]] = field(default_factory=list)
@@ -382,7 +382,7 @@ def dmask_mutations_of(instance: str) -> list[Mutation]:
     return [m for source in sources for m, only in source.found if instance in only]
 
 
-# -- changes of scores, and the gradient of a bias by distance -------------------------------------
+# -- score modifications, and the gradient of a bias by distance ----------------------------------
 SCORES = ("64 kScores", "256 kScoresDense")
 _changes = _Source("masks/scores.cuh")
 for right, wrong in (

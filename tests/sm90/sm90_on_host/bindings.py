@@ -44,7 +44,7 @@ def use(patch: pytest.MonkeyPatch, launch: Launch) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """Of a forward."""
+    """Plan of a forward."""
 
     splits: int
     counted: bool

@@ -4,7 +4,7 @@ The simulator is adversarial. Asynchronous operations complete as late as their 
 early as possible, or at random, as `order` says; threads are scheduled the same way. It checks
 every access: kernels are compiled as for a thread sanitizer, whose callbacks are the simulator's.
 
-What it reports: deadlocks, and the barriers that are waited for; accesses to shared memory, and to
+It reports: deadlocks, and the barriers that are waited for; accesses to shared memory, and to
 global memory that is written, that are not ordered by vector clocks of threads, copies and
 products; reads of shared memory that has not been written; ordinary writes that an asynchronous
 operation reads without fence.proxy.async by the writing thread; registers of a wgmma that are
@@ -14,13 +14,13 @@ counts or the same thread twice; stores that are not waited for before their mem
 their block ends; setmaxnreg requests that can never be met; launches that access what the previous
 one still writes.
 
-What it assumes: a wgmma that one warp has waited for is complete for the warpgroup, and so is
-whatever its four warps read before they issued it; a write that changes nothing is harmless.
+It assumes: a wgmma that one warp has waited for is complete for the warpgroup, and so is whatever
+its four warps read before they issued it; a write that changes nothing is harmless.
 
-What it cannot detect: performance; what ptxas makes of the code; reads of global memory that is
-written later, or past the end of a tensor that is not `guarded`; operands of a wgmma whose
-registers a compiler reuses; what a block does to one that began sixteen blocks before. Two or
-three blocks run at a time.
+It cannot detect: performance; the code that ptxas generates; reads of global memory that is written
+later, or past the end of a tensor that is not `guarded`; operands of a wgmma whose registers a
+compiler reuses; what a block does to one that began sixteen blocks before. Two or three blocks run
+at a time.
 """
 
 import ctypes
@@ -63,7 +63,7 @@ _MOST_PLACES = 4096
 
 
 def missing() -> str | None:
-    """What is not here, or None."""
+    """The tools that are missing, or None."""
     if shutil.which("g++") is None or not (CUDA / "cuda_bf16.h").is_file():
         return "needs g++ and CUDA's headers"
     return None
@@ -177,7 +177,7 @@ def made_once(
 
 @functools.cache
 def compiler() -> str:
-    """What results depend on apart from sources and options: versions and the processor's code."""
+    """Dependencies of results besides sources and options: versions and the processor's code."""
     found = [str(CUDA.resolve())]
     for query in (["--version"], ["-march=native", "-Q", "--help=target"]):
         done = subprocess.run(["g++", *query], capture_output=True, text=True, check=True)

@@ -48,7 +48,7 @@ T from_lane(T value, unsigned lane) {
   std::memcpy(&value, &bits, sizeof(value));
   return value;
 }
-// What `join` makes of the warp's values.
+// Result of `join` on the warp's values.
 template <class Join>
 uint32_t joined(uint32_t value, Join join) {
   const Words* words = exchange({{value}});

@@ -62,7 +62,7 @@ int atomic_add(int* at, int value);
 uint32_t atomic_or(uint32_t* at, uint32_t bits);
 int load_acquire(const int* word);
 void store_release(int* word, int value);
-// Of shared memory, and of what was acquired with words of global memory.
+// Proxy fences of shared memory, and of global memory acquired through flags.
 void fence_proxy_async();
 void fence_proxy_async_global();
 

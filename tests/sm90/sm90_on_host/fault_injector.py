@@ -99,7 +99,7 @@ class FaultInjector:
         ]
 
     def unused(self, harmless: Sequence[Harmless]) -> list[Harmless]:
-        """Those of `harmless` whose faults are detected or do not exist."""
+        """Entries of `harmless` whose faults are detected or do not exist."""
         keys = [key for key, detected in self.detected.items() if not detected]
         described = [self._described(key) for key in keys]
         return [

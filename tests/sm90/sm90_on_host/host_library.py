@@ -19,7 +19,7 @@ DTYPES = ("kFloat32", "kBFloat16", "kFloat16")
 
 class HostLibrary:
     """source: registers the ops of `namespace`, which take the place of `backend._library`, and
-    calls a launcher with a name, the address of a problem, and so many `codes` of the instance.
+    calls a launcher with a name, the address of a problem, and `codes` integers of the instance.
 
     Schemas, the conversion of arguments and the workspace are those of the backend's own library;
     sections of the workspace end before inaccessible pages.

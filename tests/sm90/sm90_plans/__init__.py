@@ -1,1 +1,1 @@
-"""What thread blocks of the Hopper attention kernels compute, from the kernels' own headers."""
+"""Work of thread blocks of the Hopper attention kernels, from the kernels' own headers."""

@@ -1,5 +1,5 @@
-"""What thread blocks of the Hopper attention backward compute: the kernel's own arithmetic
-(row_range.h, scheduler.h), compiled for the host.
+"""Work of thread blocks of the Hopper attention backward: the kernel's own arithmetic (row_range.h,
+scheduler.h), compiled for the host.
 """
 
 import ctypes

@@ -1,5 +1,5 @@
-"""What thread blocks of the Hopper attention forward compute: the kernel's own arithmetic
-(key_range.h, scheduler.h), compiled for the host.
+"""Work of thread blocks of the Hopper attention forward: the kernel's own arithmetic (key_range.h,
+scheduler.h), compiled for the host.
 """
 
 import ctypes
@@ -95,7 +95,7 @@ def arithmetic(folder: Path) -> ctypes.CDLL:
 
 @dataclass(frozen=True)
 class Config:
-    """Of an instance. skips: a warpgroup skips blocks that only others need."""
+    """Config of an instance. skips: a warpgroup skips blocks that only others need."""
 
     groups: int
     block: int

@@ -140,7 +140,7 @@ def _progress(results: Iterator[list[Row]], total: int) -> Iterator[list[Row]]:
 
 
 def _versions() -> dict[str, str]:
-    """What was compared; commit: the last one that changed the package."""
+    """Versions that were compared; commit: the last one that changed the package."""
     git = ("git", "-C", str(ROOT), "log", "-1", "--format=%h", "--", "fastattn")
     commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     versions = {name: importlib.metadata.version(name) for name in ("transformers", "torch")}

@@ -47,7 +47,7 @@ def _at_most(limit: int) -> _Rule:
     return lambda v, _: min(v, limit)
 
 
-# What an integer becomes by the name of its field; the first pattern that is found decides.
+# Rules for integers by the name of the field; the first pattern that is found decides.
 _ALL_SIZES: dict[str, _Rule] = {
     "^vocab_size|vocab_size$": _at_most(VOCABULARY),
     _LAYERS: lambda v, s: min(v, s.layers),

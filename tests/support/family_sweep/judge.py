@@ -144,7 +144,7 @@ class Subject:
         return {label: difference(*pair) for label, pair in pairs.items()}
 
     def leaks(self, after: _Outcomes) -> dict[str, str]:
-        """What changes results that it did not change at all before."""
+        """Inputs that change results that they did not change at all before."""
         found = {}
         for v in (v for v in self.variants if v.probed in self.before):
             before, now = (

@@ -12,7 +12,7 @@ namespace fastattn::cuda {
 
 #define UNCHECKED __attribute__((noinline, no_sanitize("thread"))) inline
 
-// Of a thread: copies of groups that it has not waited for. Groups are counted.
+// Copies of a thread, in groups that it has not waited for. Groups are counted.
 struct Copies {
   static constexpr int kMost = 64;
   struct Copy {

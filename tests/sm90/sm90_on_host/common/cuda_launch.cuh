@@ -18,7 +18,7 @@ inline const char* shared_memory(int* bytes) {
   return nullptr;
 }
 
-// Of kernels whose shared memory the simulator does not have: its blocks run one after the other.
+// Launches a kernel whose shared memory the simulator does not model: blocks run one by one.
 template <class Kernel, class Problem>
 const char* launch(Kernel kernel, int64_t blocks, int threads, Stream, const Problem& problem,
                    int shared_bytes = 0) {

@@ -15,7 +15,7 @@
 namespace fastattn {
 
 inline bool guards_sections = true;
-// Of the last workspace.
+// Guards of the last workspace.
 inline std::vector<char*> guards;
 // Offsets and sizes in bytes of the last workspace, if it has no guards.
 inline std::vector<int64_t> sections;

@@ -147,7 +147,7 @@ bool advance_store(Store& store) {
     };
     store.data.resize(store.bytes);
     if (store.tensor) {
-      // What lies outside of the tensor may be anything.
+      // Values outside of the tensor may be anything.
       for (uint32_t i = 0; i < store.bytes && failure.empty(); i += kBoxPiece) {
         const int row = static_cast<int>(i / kBoxRow);
         if (row_of(store.map, store.at, row).second > static_cast<int>(i % kBoxRow)) {

@@ -51,7 +51,7 @@ Access access_of(const Block& block, int actor, uint32_t when, uint32_t where) {
   return {static_cast<uint16_t>(1 + block.segment * kActors + actor),
           static_cast<uint16_t>(block.grid->number), when, where};
 }
-// What asynchronous operations know: a copy, to which the caller may add.
+// Clock of an asynchronous operation: a copy of the thread's, to which the caller may add.
 std::shared_ptr<Clock> snapshot(Thread& thread) {
   std::shared_ptr<Clock> clock = clocks().take();
   clock->join(*thread.clock);

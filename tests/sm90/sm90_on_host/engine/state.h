@@ -76,7 +76,7 @@ struct Mbarrier {
   Access initialised;
   bool shown = false;  // to asynchronous operations
   std::shared_ptr<Clock> pending, passed;
-  // Of each thread that has waited: 1 + the phases that were complete, and when that was.
+  // For each thread that has waited: 1 + the phases that were complete, and when that was.
   std::vector<uint32_t> seen, seen_at;
 };
 struct NamedBarrier {
@@ -106,7 +106,7 @@ struct Wgmma {
 struct WgmmaQueue {
   std::deque<Wgmma> waiting;
   uint32_t complete = 0, base = 0;
-  // Of every complete product: up to which times threads had read before they issued it.
+  // Reads before every complete product: up to which times threads had read when they issued it.
   struct Reads {
     uint32_t times[kActors];
   };

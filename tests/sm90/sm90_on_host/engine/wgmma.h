@@ -140,7 +140,7 @@ void advance_products(Block& block, int group) {
       product.d[first + i % 8 / 2][i / 8 * 4 + half * 2 + i % 2] = sums[i];
     }
   }
-  // What has been read before a warp issued the product is over when the product is complete.
+  // Reads before a warp issued the product are over when the product is complete.
   auto reads = std::make_shared<WgmmaQueue::Reads>();
   std::memset(reads->times, 0, sizeof(reads->times));
   for (const std::shared_ptr<Clock>& clock : product.clocks) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import json
 import sys
@@ -144,12 +145,16 @@ def _run_translate(options: argparse.Namespace) -> int:
 def _lines_of_input() -> list[str]:
     if sys.stdin is None:
         raise UsageError("TEXT must be given if there is no standard input, got neither")
-    if isinstance(sys.stdin, io.TextIOWrapper):  # a lone CR ends no line; `search` refuses bytes
-        sys.stdin.reconfigure(errors="surrogateescape", newline="\n")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        # A lone CR ends no line, and `search` names the text whose bytes cannot be decoded. After
+        # the caller has read from the stream, lines go on as they began.
+        with contextlib.suppress(io.UnsupportedOperation):
+            sys.stdin.reconfigure(errors="surrogateescape", newline="\n")
     if sys.stdin.isatty():
         log("reading lines from the terminal; end with Ctrl-D")
     # Joined files have byte order marks at the start of other lines than the first.
-    return [line.removeprefix("\ufeff").rstrip("\r\n") for line in sys.stdin]
+    with input_errors():
+        return [line.removeprefix("\ufeff").rstrip("\r\n") for line in sys.stdin]
 
 
 def add_evaluate(commands: Any) -> None:

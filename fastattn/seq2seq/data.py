@@ -78,7 +78,10 @@ def read_pairs(path: Path | str) -> PairFile:
     """Read tab-separated sentence pairs; a line without two non-empty columns is a problem."""
     path = Path(path)
     pairs, problems = [], []
-    for number, line in enumerate(split_lines(path.read_bytes()), start=1):
+    data = path.read_bytes()
+    if b"\r" in data.rstrip(b"\r") and b"\n" not in data:
+        return PairFile([], [f"{path}: must have lines that end with LF or CRLF, got only CR"])
+    for number, line in enumerate(split_lines(data), start=1):
         if not line.strip():
             continue
         try:

@@ -622,5 +622,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         return []
     with reading(path):
         *lines, _ = path.read_bytes().split(b"\n")
-        rows = [json.loads(line) for line in lines]
-    return rows
+        return [_row(number, line) for number, line in enumerate(lines, start=1)]
+
+
+def _row(number: int, line: bytes) -> dict[str, Any]:
+    try:
+        row: dict[str, Any] = json.loads(line)
+    except ValueError:
+        raise ValueError(f"line {number} is not JSON: {line[:40]!r}") from None
+    return row

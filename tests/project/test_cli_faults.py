@@ -182,7 +182,7 @@ def test_lines_of_a_stream(run_folder):
     """
     start = "import sys; from fastattn import cli; sys.exit(cli.main())"
 
-    def translate(text: bytes) -> subprocess.CompletedProcess[bytes]:
+    def translate(text: bytes, start: str = start) -> subprocess.CompletedProcess[bytes]:
         return subprocess.run(
             [sys.executable, "-c", start, *_translate(run_folder, "--json")],
             input=text, capture_output=True, timeout=120, check=False,
@@ -199,6 +199,11 @@ def test_lines_of_a_stream(run_folder):
     ):
         done = translate(text)
         assert done.returncode == 2 and problem in done.stderr.decode(), done.stderr
+    later = start.replace("sys.exit", "input(); sys.exit")
+    rows = json.loads(translate(b"read before\nkarin six\nkarin one\n", later).stdout)
+    assert [row["source"] for row in rows] == ["karin six", "karin one"]
+    done = translate(b"read before\n" + 10**5 * b"a\n" + b"\xff", later)
+    assert done.returncode == 2 and b"can't decode byte 0xff" in done.stderr, done.stderr
 
 
 def test_a_missing_package_is_not_reported_as_damage(capsys, run_folder, monkeypatch):

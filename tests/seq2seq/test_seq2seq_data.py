@@ -15,6 +15,7 @@ from fastattn.seq2seq.data import (
     PAD,
     Example,
     Pair,
+    PairFile,
     Position,
     SubwordTokenizer,
     collate,
@@ -71,6 +72,15 @@ def test_other_separators_than_line_feeds_are_in_a_field(tmp_path, separator):
         f"{path}:2: must be source<TAB>target, got 'no tab'",
         f"{path}:5: must be UTF-8 text, got byte 0x00, as in UTF-16",
     ]
+
+
+def test_a_file_with_cr_alone_as_line_end_is_an_error(tmp_path):
+    path = tmp_path / "pairs.tsv"
+    path.write_bytes(b"a\tb\rc\td\r")
+    problem = f"{path}: must have lines that end with LF or CRLF, got only CR"
+    assert read_pairs(path) == PairFile([], [problem])
+    path.write_bytes(b"a\tb\r")
+    assert read_pairs(path).pairs == [Pair("a", "b")]
 
 
 @pytest.mark.parametrize("surrogate", [b"\xed\xa0\x80", b"\xed\xbf\xbf"])

@@ -134,6 +134,10 @@ def test_resuming_repeats_the_uninterrupted_run_bit_for_bit(tmp_path):
     ]
     assert curves[0] == curves[1]
     assert len(curves[0]) == 12 + 3
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join([*lines[:4], "{'step': 5}\n", *lines[4:]]))
+    with pytest.raises(checkpoint.DamagedFile, match=r"line 5 is not JSON: b\"{'step': 5}\""):
+        training.read_metrics(metrics)
     # Without the generators' state the curve would differ: dropout is on.
     assert len(set(whole.losses)) == 12
 

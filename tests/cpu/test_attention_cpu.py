@@ -92,6 +92,37 @@ def test_huge_scores(isa: str, M: int, dtype: torch.dtype, scale: float) -> None
     assert rows and not [row for row in rows if row.status != "ok"]
 
 
+def _attend(form: str, q: Tensor, k: Tensor, v: Tensor, backend: str) -> Tensor:
+    """The output of one sequence, [1, H, M, E]."""
+    if form == "padded":
+        return fastattn.attention(q, k, v, backend=backend)  # type: ignore[return-value]
+    if form == "with weights":
+        return fastattn.attention_with_weights(q, k, v, backend=backend)[0]
+    ends = [torch.tensor([0, x.shape[2]], dtype=torch.int32) for x in (q, k)]
+    packed = (x[0].transpose(0, 1) for x in (q, k, v))
+    out = fastattn.attention_varlen(*packed, *ends, q.shape[2], k.shape[2], backend=backend)
+    return out.transpose(0, 1)[None]  # type: ignore[union-attr]
+
+
+@every_isa
+@pytest.mark.parametrize("form", ["padded", "packed", "with weights"])
+@pytest.mark.parametrize("M, H", [(1, 1), (2, 1), (8, 1), (2, 4), (16, 1)])
+@pytest.mark.parametrize("amplitude", [300.0, 1e3, 1e4, 1e5])
+def test_weights_of_scores_whose_products_cancel_sum_to_1(
+    isa: str, form: str, M: int, H: int, amplitude: float
+) -> None:
+    """Their rounding errors depend on the order of sums; the gradient of v does not show it."""
+    N, D = 1100, 16
+    noise = torch.rand(M, 8, generator=torch.Generator().manual_seed(0))
+    q, k = torch.zeros(1, H, M, D), torch.zeros(1, 1, N, D)
+    q[..., :8] = amplitude * (1 + 0.01 * noise)
+    k[..., :8:2], k[..., 1:8:2] = amplitude, -amplitude
+    v = _randn(1, 1, N, D).requires_grad_()
+    _attend(form, q, k, v, "cpu").sum().backward()
+    assert v.grad is not None
+    assert v.grad.double().sum().item() / (D * M * H) == pytest.approx(1, rel=1e-3)
+
+
 # -- threads --------------------------------------------------------------------------------------
 def _randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)

@@ -80,7 +80,9 @@ class Gradients {
 
   Gradients(const Backward& a, const BackwardWorkspace& memory) : a_(a), memory_(memory) {}
 
-  void pack_keys(const Sequence& s, int64_t kv_head, int tile, const DeadKeys& dead) {
+  // for_gradients: not only scores will be computed.
+  void pack_keys(const Sequence& s, int64_t kv_head, int tile, const DeadKeys& dead,
+                 bool for_gradients = true) {
     first_key_ = tile * kTileKeys;
     const int count = smaller(kTileKeys, s.keys - first_key_);
     const int upto = round_up(count, kBlock);
@@ -97,12 +99,14 @@ class Gradients {
                    dead.of_tile(first_key_));
       return Operand<C>{rows, padded(dim) / C::kDepth};
     };
-    to_columns<C>(rows_of(a_.v, a_.value_dim), upto, a_.value_dim, units<C>(memory_.v_columns));
+    if (for_gradients) {
+      to_columns<C>(rows_of(a_.v, a_.value_dim), upto, a_.value_dim, units<C>(memory_.v_columns));
+    }
     const Operand<C> k = rows_of(a_.k, a_.head_dim);
     to_columns<C>(k, upto, a_.head_dim, units<C>(memory_.k_columns));
     if constexpr (C::kDepth == 1) {
       k_pairs_ = k.data;
-    } else {
+    } else if (for_gradients) {
       to_pairs(k, upto, a_.head_dim, units<C>(memory_.k_pairs));
       k_pairs_ = units<C>(memory_.k_pairs);
     }
@@ -391,23 +395,26 @@ class Gradients {
 };
 
 // -- m, log_sum and delta ------------------------------------------------------------------------
-// From this |lse * log2(e)| on, a row's scores are summed once more, because the rounding error of
-// lse is a factor of all its weights: 2^-12 here, any number where a mask adds -1e9 to all scores.
+// From this |lse * log2(e)| on, a row's maximum and sum of exponentials are computed again, because
+// the rounding error of lse is a factor of all its weights: 2^-12 here, any number where a mask
+// adds -1e9 to all scores. So are those of few queries, whose scores the forward sums in another
+// order: where large products cancel, the difference is a factor of all weights, too.
 constexpr float kLargeLse = 4096.0f;
-// A bound of the relative rounding errors of lse * log2(e).
-constexpr float kLseRounding = 0x1p-21f;
 
 inline void find_weights(const Backward& a, const QueryTile& at, const RowRanges& rows,
                          const LseRows& known, const BackwardWorkspace& memory, float* m,
                          float* log_sum) {
-  const auto is_large = [&](int i) { return !known.dead(i) && std::abs(m[i]) >= kLargeLse; };
-  bool any_large = false;
+  const bool few = a.is_few(at.sequence);
+  const auto computed_again = [&](int i) {
+    return !known.dead(i) && (few || std::abs(m[i]) >= kLargeLse);
+  };
+  bool any = false;
   for (int i = 0; i < rows.count; ++i) {
     m[i] = known.dead(i) ? 0.0f : known.lse[i] * kLog2E;
     log_sum[i] = 0.0f;
-    any_large = any_large || is_large(i);
+    any = any || computed_again(i);
   }
-  if (!any_large) {
+  if (!any) {
     return;
   }
   with_units(a.type, [&](auto u) {
@@ -416,20 +423,14 @@ inline void find_weights(const Backward& a, const QueryTile& at, const RowRanges
     tiles.pack_queries(at.sequence, at.h, at.first, rows.count, false);
     const DeadKeys dead(a, at.sequence, at.kv_head);
     for (int n = rows.tiles().begin; n < rows.tiles().end; ++n) {
-      tiles.pack_keys(at.sequence, at.kv_head, n, dead);
+      tiles.pack_keys(at.sequence, at.kv_head, n, dead, false);
       tiles.add_scores(rows, state);
     }
     for (int i = 0; i < rows.count; ++i) {
-      if (!is_large(i)) {
-        continue;
-      }
-      const SoftmaxState::Total total = state.total(i, a.sink(at.h));
-      const float sum = std::log2(total.l);
-      // If lse is that of more keys, as where processes share them, m and log_sum are not the
-      // row's.
-      if (std::abs(total.m + sum - m[i]) <= kLseRounding * std::abs(m[i])) {
+      if (computed_again(i) && !state.dead(i)) {
+        const SoftmaxState::Total total = state.total(i, a.sink(at.h));
         m[i] = total.m;
-        log_sum[i] = sum;
+        log_sum[i] = std::log2(total.l);
       }
     }
   });

@@ -19,6 +19,7 @@ from fastattn.ops.attention.calls import (
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LEAST_PAGE = 16
 _MAX_POSITIONS = 2**28  # the kernels compute sums of positions in 32 bits
+_FEW_ROWS, _LARGE_LSE = 8, 2800.0  # no less rows and no larger lse than in the kernels
 
 
 def unavailable() -> str | None:
@@ -53,8 +54,12 @@ attention_with_weights_bwd_unsupported = attention_bwd_unsupported
 
 
 def attention_bwd_uses_lse(call: BackwardCall) -> bool:
-    """The gradient of a mask may be computed for weights whose sum is 1."""
-    return not call.needs[3]
+    """The gradient of a mask may be computed for weights whose sum is 1. The weights of few rows
+    (kFewRows) and of rows with a large lse (kLargeLse) always are.
+    """
+    rows = call.q.shape[2] * call.q.shape[1] // max(1, call.k.shape[1])
+    has_large = (call.lse.nan_to_num(neginf=0.0).abs() > _LARGE_LSE).any()
+    return not (call.needs[3] or call.q.shape[2] == 1 or rows <= _FEW_ROWS or has_large)
 
 
 def attention_varlen_fwd_unsupported(call: PackedForwardCall) -> str | None:

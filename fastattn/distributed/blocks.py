@@ -145,13 +145,14 @@ class Block:
         self,
         x: Inputs,
         out: Tensor,
-        lse: Tensor,
+        m: Tensor,
+        log_sum: Tensor,
         dout: Tensor | None,
         dlse: Tensor | None,
         needs: Sequence[bool],
     ) -> list[Tensor | None]:
-        """The gradients of its part of each of `x`, None where not needed. out, lse, dout and dlse
-        are those of the merged result, for this process's rows.
+        """The gradients of its part of each of `x`, None where not needed. out, m, log_sum, dout
+        and dlse are those of the merged result, for this process's rows.
 
         A backend that may compute the weights again, instead of taking them from lse, gets the
         block's own out and lse, which are computed again.
@@ -165,14 +166,14 @@ class Block:
             given = (dout, dlse, *tensors, out, lse, bias, None)
             return BackwardCall._make([*given, *self._options(), [*needs, False]])
 
-        out, lse = self.of_rows(out), self.of_rows(lse).contiguous()
+        out, m, log_sum = (self.of_rows(y) for y in (out, m, log_sum))
         dout = None if dout is None else self.of_rows(dout)
         dlse = None if dlse is None else self.of_rows(dlse).contiguous()
-        call = call_with(dout, dlse, out, lse)
+        call = call_with(dout, dlse, out, m + log_sum)
         if not _uses_lse(call, self.call.backend):
             own_out, own_lse = self.forward(x)
             call = call_with(
-                *_own_gradients(own_out, own_lse, out, lse, dout, dlse), own_out, own_lse
+                *_own_gradients(own_out, own_lse, out, m, log_sum, dout, dlse), own_out, own_lse
             )
         found = self._run(torch.ops.fastattn.attention_bwd, *call)
         dmask, dbias = found[3:5]
@@ -316,52 +317,73 @@ def _own_gradients(
     own_out: Tensor,
     own_lse: Tensor,
     out: Tensor,
-    lse: Tensor,
+    m: Tensor,
+    log_sum: Tensor,
     dout: Tensor | None,
     dlse: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Those of own_out and own_lse, which have been merged into out and lse."""
-    weight = torch.exp(own_lse - lse).masked_fill_(own_lse == -torch.inf, 0.0)
+    """Those of own_out and own_lse, which have been merged into the others."""
+    weight = torch.exp(own_lse - m - log_sum).masked_fill_(own_lse == -torch.inf, 0.0)
     live = weight > 0  # in other rows, gradients may be NaN
     own_dlse = None if dlse is None else torch.where(live, dlse * weight, 0)
     if dout is None:
         return None, own_dlse
     own_dout = torch.where(live[..., None], dout * weight[..., None], 0).to(out.dtype)
-    change = (own_dout.to(lse.dtype) * (own_out.to(lse.dtype) - out)).sum(-1)
+    change = (own_dout.to(m.dtype) * (own_out.to(m.dtype) - out)).sum(-1)
     return own_dout, change if own_dlse is None else own_dlse + change
 
 
 # -- merged results -------------------------------------------------------------------------------
-def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merges results for further keys into `out` and `lse`, in place."""
-    total = torch.logaddexp(lse, part_lse)
+# lse is m + log_sum, where m is the largest lse of the merged results: beside a large m, the sum in
+# one number would be rounded, and with it the weights of the results.
+def merge(out: Tensor, m: Tensor, log_sum: Tensor, part: Tensor | None, part_lse: Tensor) -> None:
+    """Merges results for further keys into `out`, `m` and `log_sum`, in place. part: None for a
+    value of 0.
+    """
+    highest = torch.maximum(m, part_lse)
+    shift = highest.masked_fill(highest == -torch.inf, 0.0)  # -inf - (-inf) is NaN
+    old, new = m - shift + log_sum, part_lse - shift
+    total = torch.logaddexp(old, new)
     empty = total == -torch.inf
     weight, part_weight = (
-        torch.exp(x - total).masked_fill_(empty, 0.0)[..., None] for x in (lse, part_lse)
+        torch.exp(x - total).masked_fill_(empty, 0.0)[..., None] for x in (old, new)
     )
-    out.mul_(weight).add_(part * part_weight)
-    lse.copy_(total)
+    out.mul_(weight)
+    if part is not None:
+        out.add_(part * part_weight)
+    m.copy_(highest)
+    log_sum.copy_(total)
 
 
 def merge_sinks(
-    out: Tensor, lse: Tensor, sinks: Tensor, query_lengths: Tensor | None, rows: Tensor
-) -> None:
+    out: Tensor,
+    m: Tensor,
+    log_sum: Tensor,
+    sinks: Tensor,
+    query_lengths: Tensor | None,
+    rows: Tensor,
+) -> Tensor:
     """Adds the sinks [H] to the sum of each row, in place. rows: the positions of the queries, of
-    which those beyond query_lengths have no sink. As in `attention`, the lse of a row without a key
-    is the sink, and that of every other row is larger.
+    which those beyond query_lengths have no sink. Returns lse; as in `attention`, that of a row
+    without a key is the sink, and that of every other row is larger.
     """
     sink = sinks[:, None]
     if query_lengths is not None:
         sink = torch.where(rows < query_lengths[:, None, None], sink, -torch.inf)
     above = torch.nextafter(sink, torch.full_like(sink, torch.inf))
-    has_key = lse != -torch.inf
-    total = torch.where(has_key, torch.maximum(torch.logaddexp(lse, sink), above), sink)
-    out.mul_(torch.where(has_key, torch.exp(lse - total), 0)[..., None])
-    lse.copy_(total)
+    has_key = m != -torch.inf
+    merge(out, m, log_sum, None, sink)
+    return torch.where(has_key, torch.maximum(m + log_sum, above), sink)
 
 
 def sink_gradients(
-    sinks: Tensor, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
+    sinks: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    m: Tensor,
+    log_sum: Tensor,
+    dout: Tensor | None,
+    dlse: Tensor | None,
 ) -> Tensor:
     """[H], the part of these rows."""
     row = torch.zeros_like(lse)
@@ -369,5 +391,5 @@ def sink_gradients(
         delta = (dout.to(lse.dtype) * out).sum(-1)
         row = torch.where(lse > sinks[:, None], delta, 0)  # dout may be NaN in rows without a key
     row = row if dlse is None else row - dlse
-    weight = torch.exp(sinks[:, None] - lse)
+    weight = torch.exp(sinks[:, None] - m - log_sum)
     return -torch.where(lse == -torch.inf, 0, weight * row).sum((0, 2))

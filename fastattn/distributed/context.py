@@ -65,7 +65,9 @@ def context_parallel_attention(
         q: [B, H, M / P, D]; k: [B, K, N / P, D]; v: [B, K, N / P, E], from `shard_sequence`.
         method: "ring" passes keys and values from process to process (Liu et al. 2023).
             "all_to_all" gives each process the whole sequences of H / P heads (DeepSpeed-Ulysses,
-            Jacobs et al. 2023), for which P must divide H and K.
+            Jacobs et al. 2023), for which P must divide H and K. In the ring, weights of a block of
+            keys have an error relative to those of others, of up to |lse| x 2^-23 in fp32: if a
+            number such as -1e9 is added to all keys of a row, every block has the same weight.
         balanced, key_balanced: the layouts of q and of k and v, as in `shard_sequence`; default of
             key_balanced: balanced. In the ring, causal attention should be balanced. Gradients,
             `out` and `lse` have the layout of their input, or of q.

@@ -183,7 +183,8 @@ class RingAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=wide)
-        lse = q.new_full(q.shape[:3], -torch.inf, dtype=wide)
+        m = q.new_full(q.shape[:3], -torch.inf, dtype=wide)
+        log_sum = torch.zeros_like(m)
         held = _contiguous(ring.own_chunks(k, v))
         passing = Passing(ring, call, next(iter(held.values())))
         for step in range(ring.size):
@@ -191,13 +192,17 @@ class RingAttention(torch.autograd.Function):
             for c, (chunk_k, chunk_v) in held.items():
                 inputs = Inputs(q, chunk_k, chunk_v, mask, distance_bias)
                 for block in ring.blocks(call, c):
-                    merge(block.of_rows(out), block.of_rows(lse), *block.forward(inputs))
+                    rows = block.of_rows
+                    merge(rows(out), rows(m), rows(log_sum), *block.forward(inputs))
             transfers.wait()
             held = arriving
-        if sinks is not None:
-            merge_sinks(out, lse, sinks, call.query_lengths, ring.positions(call, q.device))
+        if sinks is None:
+            lse = m + log_sum
+        else:
+            positions = ring.positions(call, q.device)
+            lse = merge_sinks(out, m, log_sum, sinks, call.query_lengths, positions)
         result = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, mask, distance_bias, sinks, result, lse)
+        ctx.save_for_backward(q, k, v, mask, distance_bias, sinks, result, lse, m, log_sum)
         ctx.ring, ctx.call = ring, call
         ctx.set_materialize_grads(False)
         return result, lse
@@ -205,11 +210,11 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     @first_only
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        q, k, v, mask, bias, sinks, out, lse = ctx.saved_tensors
+        q, k, v, mask, bias, sinks, out, lse, m, log_sum = ctx.saved_tensors
         ring, call, needs = ctx.ring, ctx.call, ctx.needs_input_grad
         inputs = Inputs(q, k, v, mask, bias)
         # As in calls without sinks, which blocks are: rows without a key have lse -inf.
-        lse_of_keys = lse if sinks is None else lse.masked_fill(lse == sinks[:, None], -torch.inf)
+        m_of_keys = m if sinks is None else m.masked_fill(lse == sinks[:, None], -torch.inf)
         totals = _zeros(inputs, needs[:5], lse.dtype)
         dq, dk, dv, dmask, dbias = totals
         held = _contiguous(ring.own_chunks(k, v))
@@ -227,7 +232,8 @@ class RingAttention(torch.autograd.Function):
                 for block in ring.blocks(call, c):
                     found = iter(totals_of_chunks[c])
                     of_chunk = [next(found) if need else None for need in needs[1:3]]
-                    parts = block.backward(chunk, out, lse_of_keys, dout, dlse, needs[:5])
+                    merged = (out, m_of_keys, log_sum)
+                    parts = block.backward(chunk, *merged, dout, dlse, needs[:5])
                     block.add_to((dq, *of_chunk, dmask, dbias), parts)
             gradient_transfers.wait()
             _add(arrived, own | totals_of_chunks)
@@ -240,7 +246,7 @@ class RingAttention(torch.autograd.Function):
         gradient_transfers.wait()
         _add(arrived, own)
 
-        dsinks = sink_gradients(sinks, out, lse, dout, dlse) if needs[5] else None
+        dsinks = sink_gradients(sinks, out, lse, m, log_sum, dout, dlse) if needs[5] else None
         gradients = (
             None if x is None or total is None else total.to(x.dtype)
             for total, x in zip(totals, inputs, strict=True)

@@ -1,5 +1,6 @@
 """Attention over sequences sharded across processes: results equal those of one process."""
 
+import os
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,7 @@ from fastattn.distributed import context_parallel_attention, shard_sequence, uns
 from fastattn.distributed.blocks import Call, rectangles
 from fastattn.distributed.ring import Ring, Route, Transfers, routes
 from fastattn.distributed.sequence import chunk_count
+from fastattn.ops import _env
 from fastattn.ops.attention.op import CAUSAL
 
 pytestmark = needs_distributed
@@ -130,6 +132,25 @@ def ring_equals_attention() -> None:
 
 def ring_drops_the_same_weights() -> None:
     _check_samples("ring", DROPOUT)
+
+
+def numbers_added_to_whole_rows() -> None:
+    """In fp32, -1e9 and -1e38 make all keys equal, and an lse holds no sum beside them."""
+    q, k, v, dout = (torch.randn(2, 4, 24, 8) for _ in range(4))
+    for backend in ("", "torch"):
+        for number, tolerance in ((-1e4, 2e-3), (-1e9, 1e-5), (-1e38, 1e-5)):
+            mask = torch.zeros(24, 24)
+            mask[::3] = number
+            whole = [x.clone().requires_grad_() for x in (q, k, v)]
+            parts = [shard_sequence(x, 2).requires_grad_() for x in (q, k, v)]
+            with mock.patch.dict(os.environ, {_env.BACKEND_VARIABLE: backend}):
+                expected = fastattn.attention(*whole, mask=mask)
+                found = attend(*parts, mask=shard_sequence(mask, 0))
+            dparts = gradients([found], [shard_sequence(dout, 2)], parts)
+            dwhole = gradients([expected], [dout], whole)
+            for x, y in zip((found, *dparts), (expected, *dwhole), strict=True):
+                x = unshard_sequence(x, 2)
+                torch.testing.assert_close(x, y, atol=tolerance, rtol=tolerance)
 
 
 def seeds_with_an_origin() -> None:
@@ -290,6 +311,7 @@ def test_context_parallel_attention() -> None:
     in_processes(
         ring_equals_attention,
         ring_drops_the_same_weights,
+        numbers_added_to_whole_rows,
         seeds_with_an_origin,
         heads_equal_attention,
         some_gradients,

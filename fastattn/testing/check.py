@@ -9,6 +9,7 @@ have the properties.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -163,10 +164,10 @@ def check_sample(
     *,
     gradients: bool = True,
 ) -> list[Row]:
-    """Checks the results of one backend on one sample, then its properties until one fails, unless
-    the sample is drawn: with odd sizes, bits of PyTorch's products depend on the address. If the
-    backend refuses only the gradients, or is known to compute wrong ones, the outputs are checked
-    without them.
+    """Checks the results of one backend on one sample, then its properties until one fails. Bits of
+    PyTorch's products depend on the address with odd sizes, so backends that use them have no
+    properties on drawn samples. If the backend refuses only the gradients, or is known to compute
+    wrong ones, the outputs are checked without them.
     """
     spec, sample = oracle.spec, oracle.sample
     if not gradients:
@@ -248,8 +249,9 @@ def check_sample(
             if r.status == "FAIL"
         ]
     case = Case(spec, sample, backend, results, douts, make, again, oracle.judge)
+    by_products = sample.name.startswith(DRAWN) and backend in ("torch", "reference")
     for kind, faults_of in PROPERTIES.items():
-        if sample.name.startswith(DRAWN) or any(r.status == "FAIL" for r in rows):
+        if by_products or any(r.status == "FAIL" for r in rows):
             break
         try:
             faults = faults_of(case)
@@ -293,10 +295,10 @@ def add_arguments(
         "--fuzz",
         type=count,
         metavar="N",
-        help="instead of the samples: N random calls of attention",
+        help="instead of the samples: N random calls of each form of attention",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="with --fuzz: number of the first call (default: 0)"
+        "--seed", type=int, default=None, help="with --fuzz: number of the first call (default: 0)"
     )
     parser.add_argument("--isa", help="instruction set of the CPU kernels (default: the fastest)")
     parser.add_argument(
@@ -347,7 +349,10 @@ def check_samples(options: argparse.Namespace, device: torch.device) -> list[Row
         _check_recordable(options, device)
     cases = _cases(options, device)
     backends = {backend for case in cases for backend in case.backends}
-    digests = {backend: lines.applies_to(device, backend) for backend in backends}
+    isas = {"cpu": options.isa or _native.cpu_isa()}
+    digests = {
+        backend: lines.applies_to(device, backend, isas.get(backend)) for backend in backends
+    }
     found = _finished(Path(options.json), cases, digests) if options.resume else {}
     waiting = [index for index in range(len(cases)) if index not in found]
     if found:
@@ -421,18 +426,30 @@ class _Case:
     isa: str | None = None
 
 
+@contextlib.contextmanager
+def _cpu_isa(isa: str | None) -> Iterator[None]:
+    before = _native.cpu_isa()
+    if isa is None or before is None:
+        yield
+        return
+    _native.use_cpu_isa(isa)
+    try:
+        yield
+    finally:
+        _native.use_cpu_isa(before)
+
+
 def _check_case(case: _Case) -> list[Row]:
     spec = all_specs()[case.op]
     sample = spec.sample(case.sample)
-    if case.isa:
-        _native.use_cpu_isa(case.isa)
     oracle = Oracle(spec, sample, case.dtype)
     torch_errors = oracle.torch_errors()
     rows = []
-    for backend in case.backends:
-        rows += check_sample(oracle, backend, case.device, torch_errors)
+    with _cpu_isa(case.isa):
+        for backend in case.backends:
+            rows += check_sample(oracle, backend, case.device, torch_errors)
     if case.sample.startswith(DRAWN):
-        again = f"--fuzz 1 --seed {case.sample.removeprefix(DRAWN)}"
+        again = f"--op {case.op} --fuzz 1 --seed {case.sample.removeprefix(DRAWN)}"
         again += f" --isa {case.isa}" if case.isa else ""
         rows = [
             dataclasses.replace(row, message=f"{row.message} ({again}: {sample.reason})")
@@ -497,6 +514,7 @@ def _cases(options: argparse.Namespace, device: torch.device) -> list[_Case]:
     dtypes = [_DTYPES[name] for name in options.dtype or _DTYPES]
     if options.isa and options.isa not in (isas := _native.usable_cpu_isas()):
         raise ValueError(f"--isa must be one of {', '.join(isas)}, got {options.isa!r}")
+    _check_fuzz(options, [spec.name for spec in specs.values() if spec.drawn])
     cases = []
     for spec in specs.values():
         if options.op and spec.name not in options.op:
@@ -507,7 +525,8 @@ def _cases(options: argparse.Namespace, device: torch.device) -> list[_Case]:
             backends = tuple(b for b in backends if not options.record or b != "reference")
         samples: Iterable[Sample] = spec.samples
         if options.fuzz:
-            numbers = range(options.seed, options.seed + options.fuzz)
+            first = options.seed or 0
+            numbers = range(first, first + options.fuzz)
             samples = map(spec.drawn, numbers) if spec.drawn else ()
         for sample in samples:
             if options.quick and "interpreter" not in sample.tags:
@@ -529,6 +548,19 @@ def _cases(options: argparse.Namespace, device: torch.device) -> list[_Case]:
     if not cases:
         raise ValueError("the options must leave at least one sample to check, got none")
     return cases
+
+
+def _check_fuzz(options: argparse.Namespace, drawable: Sequence[str]) -> None:
+    if not options.fuzz:
+        if options.seed is not None:
+            raise ValueError(f"--seed must go with --fuzz N, got --seed {options.seed}")
+        return
+    if options.quick:
+        raise ValueError("--quick must go without --fuzz, whose calls have no tags, got both")
+    if options.op and not set(options.op) & set(drawable):
+        raise ValueError(
+            f"--op must be one of {', '.join(drawable)} with --fuzz, got {', '.join(options.op)}"
+        )
 
 
 def _report(rows: list[Row], device: torch.device, verbose: bool) -> None:
@@ -587,7 +619,7 @@ def _torch_errors(rows: Sequence[Row]) -> list[str]:
         "which fastattn keeps in fp32. inf: a result is not finite where it should be. Largest:",
     ]
     for (op, dtype), (ratio, row) in worst.items():
-        reason = next((s.reason for s in all_specs()[op].samples if s.name == row.sample), "")
+        reason = all_specs()[op].sample(row.sample).reason
         lines.append(f"  {op} {dtype}: {ratio:.3g}, {row.result} of {row.sample} ({reason})")
     return [*lines, ""]
 

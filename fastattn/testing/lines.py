@@ -23,12 +23,13 @@ _CASE = (
 )  # fmt: skip
 
 
-def applies_to(device: torch.device, backend: str) -> str:
-    """A digest of the kernels, versions and architecture that rows of a backend apply to. A run
-    continues a file's rows of the same digest.
+def applies_to(device: torch.device, backend: str, isa: str | None = None) -> str:
+    """A digest of the kernels, versions and architecture that rows of a backend apply to, and of
+    the instruction set, if given. A run continues a file's rows of the same digest.
     """
-    fields = json.dumps(_verified.applies_to(device, backend), sort_keys=True)
-    return hashlib.sha256(fields.encode()).hexdigest()[:16]
+    fields = _verified.applies_to(device, backend) | ({"isa": isa} if isa else {})
+    text = json.dumps(fields, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

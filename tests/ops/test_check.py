@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+from cpu_library import ISAS
 from torch import Tensor
 
 from fastattn import cli
-from fastattn.ops import _env, _verified
+from fastattn.ops import _env, _native, _verified
 from fastattn.ops._op import OPS
 from fastattn.testing import all_specs, check, isolation
 from fastattn.testing.properties import fill_positions
@@ -380,21 +381,28 @@ def test_outputs_are_judged_where_gradients_are_known_to_be_wrong() -> None:
 
 def test_drawn_calls_pass(capsys: pytest.CaptureFixture[str]) -> None:
     """The same calls for a seed; of several kinds."""
-    options = _options("--fuzz=40", "--seed=300", "--device=cpu", "--jobs=1")
+    options = _options("--fuzz=20", "--seed=300", "--device=cpu", "--jobs=1")
     cases = check._cases(options, CPU)
-    assert [c.sample for c in cases] == [f"drawn_{n}" for n in range(300, 340)]
+    ops = ("attention", "attention_varlen", "attention_with_weights")
+    assert [(c.op, c.sample) for c in cases] == [
+        (op, f"drawn_{n}") for op in ops for n in range(300, 320)
+    ]
     assert check.run(options) == 0, capsys.readouterr().out
     reasons = [SPECS["attention"].sample(c.sample).reason for c in cases]
-    assert all(any(word in r for r in reasons) for word in ("padding1e+", "whole", "window"))
+    words = ("padding1e+", "whole", "window", "cancelling")
+    assert all(any(word in r for r in reasons) for word in words)
 
 
 def test_a_drawn_call_that_fails_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _break(monkeypatch, "attention_fwd", "torch", lambda args, results: results[0].mul_(2))
-    assert check.run(_options("--fuzz=3", "--seed=7", "--backend=torch", "--jobs=1")) == 1
+    options = ("--op=attention", "--backend=torch", "--jobs=1")
+    assert check.run(_options("--fuzz=3", "--seed=7", *options)) == 1
     shown = capsys.readouterr().out
-    assert "(--fuzz 1 --seed 7: {'B': " in shown
+    assert "(--op attention --fuzz 1 --seed 7: {'B': " in shown
+    row = check.Row("attention", "cpu", "cpu", "fp32", "drawn_7", "lse", "ok", 1, 1, torch_error=2)
+    assert "lse of drawn_7 ({'B': " in check._torch_errors([row])[-2]
 
 
 def test_rows_are_written_as_they_come(
@@ -451,6 +459,16 @@ def test_a_run_continues_another(
     assert check.run(options) == 0 and len(ran) == 4
     monkeypatch.setattr(_verified, "kernels", lambda backend: {"digest": "other"})
     assert check.run(options) == 0 and len(ran) == 7
+    others = [isa for isa in ISAS if isa != ISAS[-1]]
+    for isa in others:
+        file.unlink()
+        again = _options("--op=rms_norm", "--sample=odd_width", "--backend=cpu", "--dtype=fp32",
+                         f"--json={file}", "--resume", "--jobs=1")  # fmt: skip
+        ran.clear()
+        assert check.run(again) == 0
+        again.isa = isa
+        assert check.run(again) == 0 and check.run(again) == 0
+        assert len(ran) == 2 and _native.cpu_isa() == ISAS[-1]
     with pytest.raises(ValueError, match=r"--resume must go with --json FILE\.jsonl"):
         check.run(_options("--resume", "--op=rms_norm"))
     file.write_text('{"instance": "a", "status": "ok"}\n')
@@ -473,13 +491,16 @@ def test_progress_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None
         ("--jobs=-3", "--jobs"),
         ("--sample=nonsense", "at least one sample"),
         ("--isa=nonsense", "--isa must be one of"),
+        ("--seed=3", "--seed must go with --fuzz N"),
+        ("--fuzz=2 --quick", "--quick must go without --fuzz"),
+        ("--fuzz=2 --op=ffn", "--op must be one of attention"),
     ],
 )
 def test_wrong_options_are_named(
     argument: str, named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
-        code = cli.main(["check", argument])
+        code = cli.main(["check", *argument.split()])
     except SystemExit as left:  # argparse exits
         code = left.code
     assert code == 2

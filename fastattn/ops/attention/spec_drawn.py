@@ -1,28 +1,54 @@
 """Samples of attention drawn at random, for `fastattn check --fuzz`.
 
-Calls combine everything the op has. Half of them have scores of up to 1e10, which fp32 holds
-exactly (whole numbers times a power of two) and which differ by far more than its rounding errors
-or not at all, or a finite "minus infinity" added to all keys of a row: there fp32 has one right
-result, whatever the order of sums.
+Calls combine everything the op has. Half of them have scores of up to 1e10 for which fp32 has one
+right result, whatever the order of sums: whole numbers times a power of two, which fp32 holds
+exactly, and which differ by far more than its rounding errors or not at all; sums of terms that
+cancel, and differ by far more than the rounding errors of the terms; or a finite "minus infinity"
+added to all keys of a row.
 """
 
 import random
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from fastattn.ops.attention.spec_inputs import make_inputs
-from fastattn.testing.spec import DRAWN, HALF_AND_SINGLE, Sample
+from fastattn.testing.spec import DRAWN, HALF_AND_SINGLE, Inputs, Sample
 
 _GRADIENTS = ("q", "k", "v", "mask", "alibi_slopes", "sinks", "relative_bias")
-# From these sizes of scores on `triton` and `sm90` compute wrong gradients, wrong results.
+# Sizes of scores from which gradients and results of `triton` and `sm90` are wrong.
 _LARGE, _HUGE = 1e5, 3e7
 _NUMBERS = (1e4, 1e5, 1e9, 1e10, 1e39)
 
 
+class Call(NamedTuple):
+    """A drawn call. options: of `make_inputs`."""
+
+    number: int
+    options: dict[str, Any]
+    dtype: torch.dtype
+    largest: float  # bound of the absolute values of scores and masks
+    exact: bool
+
+    def sample(self, make: Callable[..., Inputs], **options: Any) -> Sample:
+        """The inputs that `make` returns for the options, which are its reason."""
+        wrong = frozenset(("sm90", "triton") if self.largest >= _LARGE else ())
+        return Sample(
+            f"{DRAWN}{self.number}", str(options), partial(make, **options), _GRADIENTS,
+            (self.dtype,), wrong_gradients=wrong,
+            wrong_results=wrong if self.exact and self.largest >= _HUGE else frozenset(),
+        )  # fmt: skip
+
+
 def drawn(number: int) -> Sample:
-    """The sample of this number, always the same; its reason lists the options."""
+    """The sample of this number, always the same."""
+    call = draw(number)
+    return call.sample(make_inputs, **call.options)
+
+
+def draw(number: int) -> Call:
     r = random.Random(number)
     dtype = r.choice(HALF_AND_SINGLE)
     options = _shape(r) | _restrictions(r)
@@ -34,9 +60,14 @@ def drawn(number: int) -> Sample:
     for name, size in (("key_lengths", N), ("query_lengths", M)):
         if options.get(name) == "drawn":
             options[name] = [r.randint(0, size) for _ in range(options["B"])]
-    exact = r.random() < 0.4
-    largest = _exact_scores(r, options, dtype) if exact else _any_scores(r, options)
-    huge = exact and largest >= _HUGE
+    kind = r.random()
+    exact = kind < 0.5
+    if kind < 0.4:
+        largest = _exact_scores(r, options, dtype)
+    elif exact:
+        largest = _cancelling_scores(r, options, dtype)
+    else:
+        largest = _any_scores(r, options)
     letters = r.choice(("BHMN", "BMN", "HMN", "MN", "BN", "N"))
     if r.random() < 0.5:
         kinds = ("bool", "rows", "none", "min_causal")
@@ -48,11 +79,7 @@ def drawn(number: int) -> Sample:
         shift = "padding" if exact or r.random() < 0.5 else r.choice(("add-", "add"))
         letters = letters if shift != "padding" or "M" in letters else "MN"
         options["mask"] = f"{shift}{size:g} {letters}"
-    wrong = ("sm90", "triton") if largest >= _LARGE else ()
-    return Sample(
-        f"{DRAWN}{number}", str(options), partial(make_inputs, **options), _GRADIENTS, (dtype,),
-        wrong_gradients=frozenset(wrong), wrong_results=frozenset(wrong if huge else ()),
-    )  # fmt: skip
+    return Call(number, options, dtype, largest, exact)
 
 
 def _has_one_result(number: float, options: dict[str, Any]) -> bool:
@@ -103,6 +130,14 @@ def _exact_scores(r: random.Random, options: dict[str, Any], dtype: torch.dtype)
         high = min(largest / 7.3, torch.finfo(dtype).max / 2)
         options["sinks"] = r.choice((0.0, high)) if high > 1e4 else 0.0
     return largest
+
+
+def _cancelling_scores(r: random.Random, options: dict[str, Any], dtype: torch.dtype) -> float:
+    """Adds q and k whose products cancel; returns a bound of the scores."""
+    amplitude = 2.0 ** r.randint(4, 6 if dtype == torch.float16 else 14)
+    options |= {"cancelling": True, "amplitude": amplitude, "key_amplitude": amplitude}
+    options.pop("softcap", None)
+    return amplitude**2 * options["N"]
 
 
 def _any_scores(r: random.Random, options: dict[str, Any]) -> float:

@@ -152,18 +152,22 @@ def make_inputs(
     amplitude: float = 1.0,
     key_amplitude: float = 1.0,
     whole: bool = False,
+    cancelling: bool = False,
     poison: bool = True,
     prepared: bool = False,
 ) -> Inputs:
     """alibi, softcap, sinks, relative: as in `make_scores`. origin: of the dropout bits. whole:
-    whether q and k are whole numbers, before they are multiplied by their amplitudes.
+    whether q and k are whole numbers, before they are multiplied by their amplitudes. cancelling:
+    see `cancelling_terms`.
     """
     N = M if N is None else N
     K = H if K is None else K
     q = _tensor(generator, dtype, layout, B, H, M, D)
+    k = _tensor(generator, dtype, layout, B, K, N, D)
+    if cancelling:
+        q, k = cancelling_terms(q, k, torch.arange(1 - N, 1))
     q = q.round() if whole else q
     q = q if amplitude == 1.0 else q * amplitude
-    k = _tensor(generator, dtype, layout, B, K, N, D)
     k = k.round() if whole else k
     k = k if key_amplitude == 1.0 else k * key_amplitude
     v = _tensor(generator, dtype, layout, B, K, N, D if E is None else E)
@@ -191,6 +195,17 @@ def make_inputs(
     if poison:
         write_poison(inputs)
     return inputs
+
+
+def cancelling_terms(q: Tensor, k: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k whose products cancel up to a 1/100 of their size, in their layouts. Scores of a row
+    differ by as much as a product for each step of `order`, a number <= 0 for each key.
+    """
+    D = q.shape[-1]
+    pattern = torch.zeros(len(order), D)
+    pattern[:, 0] = order
+    pattern[:, 1 : D - 1 : 2], pattern[:, 2:D:2] = 1.0, -1.0
+    return 1 + q / 100, (k * 0 + pattern).to(k.dtype)
 
 
 def restrictions(

@@ -4,6 +4,7 @@ Here q, k, v and the output are `[heads, tokens, dim]`, so that the slices of th
 heads; the function under test gets them transposed, as `[tokens, heads, dim]`.
 """
 
+import random
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -14,7 +15,14 @@ from torch import Tensor
 
 from fastattn import functional
 from fastattn.ops.attention import spec as padded
-from fastattn.ops.attention.spec_inputs import RELATIVE, dead, dead_positions, make_scores
+from fastattn.ops.attention.spec_drawn import draw
+from fastattn.ops.attention.spec_inputs import (
+    RELATIVE,
+    cancelling_terms,
+    dead,
+    dead_positions,
+    make_scores,
+)
 from fastattn.ops.attention.spec_workloads import PACKED_WORKLOADS
 from fastattn.testing.spec import Entry, ErrorSample, Inputs, OpSpec, Sample, widen
 
@@ -49,12 +57,15 @@ def make_inputs(
     relative: tuple[str, int, int] | None = None,
     dropout_p: float = 0.0,
     origin: tuple[int, ...] = (),
+    amplitude: float = 1.0,
+    key_amplitude: float = 1.0,
     whole: bool = False,
+    cancelling: bool = False,
     **options: Any,
 ) -> Inputs:
     """slack: rows after the last sequence. longer: added to the maximum lengths. alibi, softcap,
     sinks, relative: as in `make_scores`. origin: of the dropout bits. whole: round to whole
-    numbers.
+    numbers. amplitude, key_amplitude, cancelling: as in `make_inputs` of padded sequences.
     """
     keys = queries if keys is None else keys
     K = H if K is None else K
@@ -68,9 +79,13 @@ def make_inputs(
     def offsets(lengths: list[int]) -> Tensor:
         return torch.tensor([0, *lengths]).cumsum(0).int()
 
+    q, k = data(queries, H, D), data(keys, K, D)
+    if cancelling:
+        order = [*(torch.arange(1 - n, 1) for n in keys), torch.zeros(slack)]
+        q, k = cancelling_terms(q, k, torch.cat(order))
     inputs: Inputs = {
-        "q": data(queries, H, D),
-        "k": data(keys, K, D),
+        "q": q if amplitude == 1.0 else q * amplitude,
+        "k": k if key_amplitude == 1.0 else k * key_amplitude,
         "v": data(keys, K, D if E is None else E),
         "cu_seqlens_q": offsets(queries),
         "cu_seqlens_k": offsets(keys),
@@ -154,6 +169,17 @@ SAMPLES = (
        queries=[65, 20, 33], keys=[70, 20, 90], H=4, K=2, causal="bottom_right", window=(40, 0),
        alibi="H", softcap=2.0, sinks=0.5, relative=("clipped", 21, 1), dropout_p=0.2),
 )  # fmt: skip
+
+
+def _drawn(number: int) -> Sample:
+    """The options of the padded call that packed sequences have, with lengths of their own."""
+    call, r = draw(number), random.Random(number)
+    padding = ("B", "M", "N", "layout", "mask", "key_lengths", "query_lengths")
+    sizes = {name: call.options[name] for name in "BMN"}
+    options = {name: x for name, x in call.options.items() if name not in padding}
+    queries, keys = ([r.randint(0, sizes[x]) for _ in range(sizes["B"] + 1)] for x in "MN")
+    keys = queries if options["causal"] is True else keys
+    return call.sample(make_inputs, queries=queries, keys=keys, **options)
 
 
 def _sequences(inputs: Inputs) -> list[Inputs]:
@@ -314,5 +340,6 @@ SPECS = (
         widen,
         _entries,
         dead=_dead_positions,
+        drawn=_drawn,
     ),
 )

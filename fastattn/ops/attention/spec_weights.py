@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastattn import functional
 from fastattn.ops.attention import spec
+from fastattn.ops.attention.spec_drawn import drawn
 from fastattn.ops.attention.spec_inputs import dead_positions, entries
 from fastattn.ops.attention.spec_workloads import WEIGHTS_WORKLOADS
 from fastattn.testing.spec import Entry, ErrorSample, Inputs, OpSpec, Sample
@@ -46,6 +47,11 @@ SAMPLES = tuple(
     for average, names in ((True, _AVERAGED), (False, _BY_HEAD))
     for name in names
 )
+
+
+def _drawn(number: int) -> Sample:
+    attention = drawn(number)
+    return replace(attention, make=partial(_make, attention, number % 2 == 0))
 
 
 def _mean(weights: Tensor, inputs: Inputs) -> Tensor:
@@ -110,5 +116,6 @@ SPECS = (
         spec.widen_inputs,
         _entries,
         dead=_dead_positions,
+        drawn=_drawn,
     ),
 )

@@ -58,8 +58,9 @@ RETURNS_RESULTS = True
 _aten = torch.ops.aten
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _Gradients = tuple[Tensor | None, ...]
-# The rounding error of larger scores would change weights noticeably, so forward and backward must
-# compute them in the same way. Checked on the CPU only.
+# The rounding error of larger scores, or of larger products that cancel in a score, would change
+# weights noticeably, so forward and backward must compute them in the same way. Checked on the CPU
+# only.
 _HUGE = 1e6
 
 
@@ -67,8 +68,13 @@ def _is_empty(call: ForwardCall | BackwardCall) -> bool:
     return 0 in (*call.q.shape[:3], call.k.shape[2])
 
 
-def _has_huge_scores(lse: Tensor) -> bool:
-    return lse.is_cpu and bool((lse.nan_to_num(neginf=0.0).abs() > _HUGE).any())
+def _has_huge_scores(call: BackwardCall) -> bool:
+    lse, q, k = call.lse, call.q, call.k
+    if not lse.is_cpu or q.numel() == 0 or k.numel() == 0:
+        return False
+    largest_q, largest_k = (torch.linalg.vector_norm(x, math.inf).item() for x in (q, k))
+    terms = largest_q * largest_k * q.shape[3] * abs(call.scale)
+    return terms > _HUGE or bool((lse.nan_to_num(neginf=0.0).abs() > _HUGE).any())
 
 
 # -- attention_fwd ---------------------------------------------------------------------------------
@@ -156,7 +162,7 @@ def attention_bwd_uses_lse(call: BackwardCall) -> bool:
     needs_scores = (call.needs[3] and call.mask is not None) or (
         call.needs[4] and call.distance_bias is not None
     )
-    return is_fused(call) and not (needs_scores or _has_huge_scores(call.lse))
+    return is_fused(call) and not (needs_scores or _has_huge_scores(call))
 
 
 def attention_bwd(call: BackwardCall, first: int = 0, dweights: Tensor | None = None) -> _Gradients:

@@ -42,7 +42,7 @@ inline Float exponential(Float x) {
 #endif
 }
 
-// 2^t for exponents not much above 0, within 2 ulp; exactly 1 for exponent 0, 0 for -inf, NaN for
+// 2^t for exponents not much above 0, within 2.5 ulp; exactly 1 for exponent 0, 0 for -inf, NaN for
 // NaN.
 constexpr float kLn2 = 0.693147181f;
 #if defined(__AVX512F__)

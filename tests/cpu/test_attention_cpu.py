@@ -319,6 +319,15 @@ def test_a_value_for_all_keys_of_a_row_competes_with_the_sink(
 
 
 @every_isa
+def test_the_gradients_of_saturated_scores_are_0(isa: str) -> None:
+    q, k, v = ((10 * _randn(1, 2, 20, 16, seed=i)).abs().requires_grad_() for i in range(3))
+    for cap in (1.0, 3.0, 7.0):
+        out = fastattn.attention(q, k, v, softcap=cap, backend="cpu")
+        for gradient in torch.autograd.grad(out, (q, k), _randn(1, 2, 20, 16)):
+            assert not gradient.any()
+
+
+@every_isa
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("M, N", [(250, 1500), (1, 300)])
 def test_the_bias_of_a_distance_is_that_of_a_mask(

@@ -38,6 +38,9 @@ struct Weights {
   Float kept, ds;
 };
 
+// The derivative of a soft cap below which it is 0: the rounding error of 1 - tanh^2.
+constexpr float kSmallestSlope = 0x1p-20f;
+
 // A row of scores and dp, and what is needed to compute its weights. kChanged: ds is that of the
 // products of queries and keys, and is summed by distance before.
 template <bool kRange, bool kDrop, bool kChanged, class Bias>
@@ -65,8 +68,8 @@ struct GradientRow {
       if (by_distance) {
         store(by_distance + j, load(by_distance + j) + ds);
       }
-      const Float ratio = load(s + j) * inverse_cap;
-      ds *= fma(-ratio, ratio, splat(1.0f));
+      const Float ratio = load(s + j) * inverse_cap, slope = fma(-ratio, ratio, splat(1.0f));
+      ds = slope < kSmallestSlope ? Float{} : ds * slope;
     }
     return {kept, ds};
   }

@@ -56,9 +56,9 @@ struct SoftmaxState {
   }
   bool dead(int i) const { return l[i] == 0.0f; }  // a row of NaN has m -inf and l NaN
 
-  // The row's m and l with the sink, -inf without sinks, which takes part in the sum and has no
-  // value; its lse, and the factor of its weighted values. A dead row's lse is the sink; that of
-  // others is rounded up to be larger (LseRows).
+  // The row's m and l including the sink, its lse, and the factor of its weighted values. The sink
+  // is a score without a value, -inf without sinks. A dead row's lse is the sink; that of others is
+  // rounded up to be larger (LseRows).
   struct Total {
     float m, l, lse, weight;
   };

@@ -14,7 +14,7 @@ from fastattn.ops.attention.calls import BackwardCall, ForwardCall, PackedForwar
 from fastattn.ops.attention.torch_problem import Problem
 from fastattn.ops.layer_norm import torch as norms
 from fastattn.testing import all_specs
-from fastattn.testing.check import _run
+from fastattn.testing.check import Oracle, _run, check_sample
 from fastattn.testing.spec import OpSpec
 
 SPECS = all_specs()
@@ -237,6 +237,16 @@ def test_no_rows_with_dropout() -> None:
     for columns in (1, 3, 5):
         x = torch.randn(0, columns)
         assert fastattn.add_layer_norm(x, x, dropout_p=0.3, backend="torch").shape == x.shape
+
+
+@pytest.mark.parametrize("number", [559, 613, 721, 1203])
+def test_gradients_of_scores_whose_terms_cancel(number: int) -> None:
+    """aten's fused kernels sum the products of a few packed queries in two orders."""
+    spec = all_specs()["attention_varlen"]
+    sample = spec.sample(f"drawn_{number}")
+    assert "cancelling" in sample.reason
+    rows = check_sample(Oracle(spec, sample, *sample.dtypes), "torch", torch.device("cpu"))
+    assert rows and not [row for row in rows if row.status != "ok"]
 
 
 def test_results_may_be_changed_in_place() -> None:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import fastattn
 from fastattn.ops import _env, _native
-from fastattn.testing.check import write_json
+from fastattn.testing.lines import write_json
 
 ROUNDS = 11
 # Calls in a round, fewer if they take longer than _ROUND_S. A GPU's queue holds about a thousand

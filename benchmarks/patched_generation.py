@@ -25,7 +25,7 @@ from torch import Tensor
 import fastattn
 from benchmarks.rows import measured_on
 from fastattn.ops import _env
-from fastattn.testing.check import write_json
+from fastattn.testing.lines import write_json
 from fastattn.testing.timing import peak_memory
 
 CPU = torch.device("cpu")

@@ -27,7 +27,7 @@ from benchmarks.op_benchmark import draw_inputs
 from benchmarks.rows import measured_on
 from fastattn.ops import _env
 from fastattn.ops.attention.spec_workloads import SCORE_CHANGES, padded_workload
-from fastattn.testing.check import write_json
+from fastattn.testing.lines import write_json
 from fastattn.testing.spec import Inputs, Workload, all_specs
 from fastattn.testing.timing import peak_memory
 

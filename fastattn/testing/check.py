@@ -11,15 +11,10 @@ have the properties.
 import argparse
 import contextlib
 import dataclasses
-import datetime
 import functools
-import json
 import os
 import sys
-import tempfile
 import time
-import warnings
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.ops import _env, _native, _select, _verified
+from fastattn.ops import _env, _native
 from fastattn.testing import lines
-from fastattn.testing.compare import Comparison, compare
 from fastattn.testing.isolation import Lost, run_isolated
+from fastattn.testing.oracle import Oracle, output_gradients, run_op
 from fastattn.testing.poison import poisoned_results
 from fastattn.testing.properties import (
     DETERMINISTIC_ON_REQUEST,
@@ -41,119 +36,10 @@ from fastattn.testing.properties import (
     Results,
     deterministic_algorithms,
 )
-from fastattn.testing.spec import DRAWN, Index, Inputs, OpSpec, Sample, all_specs
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-
-
-@dataclass(frozen=True)
-class Row:
-    """One check of one sample. kind: value (the error of one output or gradient) or a property.
-    result: an output or gradient, or "all". status: ok, FAIL, refused with a reason, or skipped
-    because there was no time. applies_to: a digest of the kernels, versions and architecture.
-    """
-
-    op: str
-    backend: str
-    device: str
-    dtype: str
-    sample: str
-    result: str
-    status: str
-    error: float = 0.0
-    allowed: float = 0.0
-    torch_error: float | None = None
-    message: str = ""
-    kind: str = "value"
-    applies_to: str = ""
-
-
-def output_gradients(
-    spec: OpSpec, sample: Sample, outputs: tuple[Tensor, ...]
-) -> tuple[Tensor, ...]:
-    """Random output gradients, the same for every dtype and device; 0 where an output is not
-    finite.
-    """
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{spec.name} {sample.name}".encode()))
-    gradients = []
-    for output in outputs:
-        gradient = torch.randn(output.shape, generator=generator).to(torch.bfloat16)
-        gradient = gradient.to(output.device).to(output.dtype)
-        gradients.append(torch.where(output.isfinite(), gradient, 0))
-    return tuple(gradients)
-
-
-def _run(
-    spec: OpSpec,
-    sample: Sample,
-    inputs: Inputs,
-    backend: str | None,
-    douts: tuple[Tensor, ...] | None = None,
-) -> Results:
-    """douts: the output gradients; default `output_gradients`."""
-    return _with_gradients(spec, sample, inputs, spec.function(**inputs, backend=backend), douts)
-
-
-def _with_gradients(
-    spec: OpSpec,
-    sample: Sample,
-    inputs: Inputs,
-    results: Any,
-    douts: tuple[Tensor, ...] | None = None,
-) -> Results:
-    outputs = results if isinstance(results, tuple) else (results,)
-    named = dict(zip(spec.results, outputs, strict=True))
-    leaves = [
-        n for n in sample.gradients if isinstance(inputs.get(n), Tensor) and inputs[n].requires_grad
-    ]
-    if not leaves:
-        return named
-    gradients = torch.autograd.grad(
-        outputs,
-        [inputs[n] for n in leaves],
-        output_gradients(spec, sample, outputs) if douts is None else douts,
-        allow_unused=True,
-    )
-    for name, gradient in zip(leaves, gradients, strict=True):
-        named["d" + name] = torch.zeros_like(inputs[name]) if gradient is None else gradient
-    return {name: value.detach() for name, value in named.items()}
-
-
-class Oracle:
-    """The references of one sample in fp64 and in its dtype, computed once, on the CPU."""
-
-    def __init__(self, spec: OpSpec, sample: Sample, dtype: torch.dtype):
-        self.spec, self.sample, self.dtype = spec, sample, dtype
-        inputs = sample.inputs("cpu", dtype)
-        wide = spec.widen(inputs)
-        self.exact = _run(spec, sample, wide, "reference")
-        self.same = _run(spec, sample, inputs, "reference")
-        outputs = tuple(self.exact[name] for name in spec.results)
-        gradients = output_gradients(spec, sample, outputs)
-        detached = {k: v.detach() if isinstance(v, Tensor) else v for k, v in wide.items()}
-        self.magnitudes = spec.magnitudes(detached, gradients)
-
-    def judge(self, name: str, value: Tensor, where: Index = ()) -> Comparison:
-        """Compares a result with the references, or a slice of it with their slice `where`."""
-        exact = self.exact[name]
-        mag = self.magnitudes[name].expand_as(exact)
-        dims = self.spec.slice_dims(name, exact)
-        return compare(value, exact[where], self.same[name][where], mag[where], dims)
-
-    def torch_errors(self) -> dict[str, float]:
-        """The errors of PyTorch's operators on this sample; {} if they cannot compute it."""
-        inputs = self.sample.inputs("cpu", self.dtype)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                outputs = self.spec.torch_form(inputs)
-                if outputs is None:
-                    return {}
-                results = _with_gradients(self.spec, self.sample, inputs, outputs)
-        except (RuntimeError, NotImplementedError, IndexError):
-            return {}
-        return {name: self.judge(name, value).error for name, value in results.items()}
+from fastattn.testing.record import check_recordable, record
+from fastattn.testing.report import print_report
+from fastattn.testing.rows import DTYPES, NAMES, Row
+from fastattn.testing.spec import DRAWN, Inputs, Sample, all_specs
 
 
 def check_sample(
@@ -178,7 +64,7 @@ def check_sample(
             spec.name,
             backend,
             device.type,
-            _NAMES[oracle.dtype],
+            NAMES[oracle.dtype],
             sample.name,
             result,
             status,
@@ -192,7 +78,7 @@ def check_sample(
         inputs: Inputs, douts: tuple[Tensor, ...] | None = None, *, deterministic: bool = False
     ) -> Results:
         with poisoned_results(), deterministic_algorithms(deterministic):
-            return _run(spec, sample, inputs, backend, douts)
+            return run_op(spec, sample, inputs, backend, douts)
 
     def crash(error: Exception, kind: str) -> Row:
         return row("all", "FAIL", message=f"{type(error).__name__}: {error}"[:500], kind=kind)
@@ -277,7 +163,7 @@ def add_arguments(
     """device, count, file: parse a device, a positive number and a file to write."""
     parser.add_argument("--op", action="append", help="only this op (may be repeated)")
     parser.add_argument("--backend", action="append", help="only this backend (may be repeated)")
-    parser.add_argument("--dtype", action="append", choices=sorted(_DTYPES), help="only this dtype")
+    parser.add_argument("--dtype", action="append", choices=sorted(DTYPES), help="only this dtype")
     parser.add_argument("--sample", action="append", help="only samples whose name contains this")
     parser.add_argument(
         "--device", type=device, default=None, help="cpu or cuda (default: cuda if there is one)"
@@ -330,11 +216,11 @@ def run(options: argparse.Namespace) -> int:
     """
     device = options.device or _env.default_device()
     rows = check_samples(options, device)
-    _report(rows, device, options.verbose)
+    print_report(rows, device, options.verbose)
     if options.json and not _in_lines(options.json):
-        write_json(Path(options.json), [dataclasses.asdict(row) for row in rows])
+        lines.write_json(Path(options.json), [dataclasses.asdict(row) for row in rows])
     if options.record:
-        print(_record(rows, device))
+        print(record(rows, device))
     nothing = all(row.status in ("refused", "skipped") for row in rows)
     return 1 if any(row.status == "FAIL" for row in rows) or nothing else 0
 
@@ -346,7 +232,7 @@ def check_samples(options: argparse.Namespace, device: torch.device) -> list[Row
     if options.resume and not _in_lines(options.json):
         raise ValueError(f"--resume must go with --json FILE.jsonl, got --json {options.json}")
     if options.record:
-        _check_recordable(options, device)
+        check_recordable(options, device)
     cases = _cases(options, device)
     backends = {backend for case in cases for backend in case.backends}
     isas = {"cpu": options.isa or _native.cpu_isa()}
@@ -380,7 +266,7 @@ def _finished(
             of_sample[row.result, row.kind] = row
     found = {}
     for index, case in enumerate(cases):
-        keys = [(case.op, case.sample, _NAMES[case.dtype], backend) for backend in case.backends]
+        keys = [(case.op, case.sample, NAMES[case.dtype], backend) for backend in case.backends]
         if all(key in known for key in keys):
             found[index] = [row for key in keys for row in known[key].values()]
     return found
@@ -495,7 +381,7 @@ def _check_cases(
 
 
 def _row_of_case(case: _Case, backend: str, status: str, message: str) -> Row:
-    dtype = _NAMES[case.dtype]
+    dtype = NAMES[case.dtype]
     return Row(
         case.op, backend, case.device.type, dtype, case.sample, "all", status, message=message
     )
@@ -511,7 +397,7 @@ def _cases(options: argparse.Namespace, device: torch.device) -> list[_Case]:
         for value in values or ():
             if value not in allowed:
                 raise ValueError(f"{option} must be one of {', '.join(allowed)}, got {value!r}")
-    dtypes = [_DTYPES[name] for name in options.dtype or _DTYPES]
+    dtypes = [DTYPES[name] for name in options.dtype or DTYPES]
     if options.isa and options.isa not in (isas := _native.usable_cpu_isas()):
         raise ValueError(f"--isa must be one of {', '.join(isas)}, got {options.isa!r}")
     _check_fuzz(options, [spec.name for spec in specs.values() if spec.drawn])
@@ -563,162 +449,5 @@ def _check_fuzz(options: argparse.Namespace, drawable: Sequence[str]) -> None:
         )
 
 
-def _report(rows: list[Row], device: torch.device, verbose: bool) -> None:
-    print(_env.device_name(device))
-    print(", ".join(f"{name} {version}" for name, version in _env.versions().items()))
-    print(
-        "\nResults, and their largest error against fp64 relative to the allowed error, beside that"
-        "\nof PyTorch's operators, which is explained below the table if it is above 1. Then the"
-        "\nnumbers of samples whose results do not change in a second run, with a smaller batch,"
-        "\nand with other values in padding.\n"
-    )
-    groups: dict[tuple[str, str, str], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row.op, row.backend, row.dtype), []).append(row)
-    table = [("op", "backend", "dtype", "results", "worst", "PyTorch", *PROPERTIES)]
-    table[0] += ("refused", "failed")
-    table += [(*key, *_counts(group)) for key, group in groups.items()]
-    widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
-    for line in table:
-        cells = zip(line, widths, strict=True)
-        print("  ".join(c.ljust(w) if i < 3 else c.rjust(w) for i, (c, w) in enumerate(cells)))
-    print()
-    for text in _torch_errors(rows):
-        print(text)
-    for op, backend, reason in sorted({(r.op, r.backend, r.message) for r in rows if _refused(r)}):
-        named = reason.startswith("backend ")
-        print(f"refused: {op}: {reason if named else ' '.join(('backend', backend, reason))}")
-    skipped = Counter((r.op, r.backend) for r in rows if r.status == "skipped")
-    for (op, backend), count in skipped.items():
-        print(f"skipped: {op}: {count} samples of backend {backend} were not reached")
-    for row in rows:
-        if verbose or row.status == "FAIL":
-            size = f"error {row.error:.3g}, allowed {row.allowed:.3g} "
-            print(
-                f"{row.status:8}{row.op} {row.backend} {row.dtype} {row.sample} {row.result} "
-                f"{row.kind}: {size if row.kind == 'value' else ''}{row.message}".rstrip(" :")
-            )
-    passed, refused, failed, skips = (
-        sum(r.status == s for r in rows) for s in ("ok", "refused", "FAIL", "skipped")
-    )
-    end = f", {skips} skipped" if skips else ""
-    print(f"{passed} passed, {refused} refused, {failed} failed{end}")
-
-
-def _torch_errors(rows: Sequence[Row]) -> list[str]:
-    """Why PyTorch's operators exceed the allowed error: a sample for each op and dtype."""
-    worst: dict[tuple[str, str], tuple[float, Row]] = {}
-    for row in rows:
-        ratio = row.torch_error / row.allowed if row.torch_error is not None and row.allowed else 0
-        if ratio > max(1.0, worst.get((row.op, row.dtype), (0.0, row))[0]):
-            worst[row.op, row.dtype] = (ratio, row)
-    if not worst:
-        return []
-    lines = [
-        "PyTorch's operators round what they compute to the dtype, also the logsumexp of scores,",
-        "which fastattn keeps in fp32. inf: a result is not finite where it should be. Largest:",
-    ]
-    for (op, dtype), (ratio, row) in worst.items():
-        reason = all_specs()[op].sample(row.sample).reason
-        lines.append(f"  {op} {dtype}: {ratio:.3g}, {row.result} of {row.sample} ({reason})")
-    return [*lines, ""]
-
-
-def _refused(row: Row) -> bool:
-    return row.status == "refused"
-
-
-def _counts(rows: list[Row]) -> tuple[str, ...]:
-    """The cells of the table's row for one op, backend and dtype, from "results" on."""
-    values = [row for row in rows if row.kind == "value" and row.status in ("ok", "FAIL")]
-    worst = max((r.error / r.allowed for r in values if r.allowed), default=0.0)
-    peers = [r.torch_error / r.allowed for r in values if r.allowed and r.torch_error is not None]
-    return (
-        str(len(values)),
-        f"{worst:.2f}",
-        f"{max(peers):.3g}" if peers else "-",
-        *(str(sum(r.kind == kind and r.status == "ok" for r in rows)) for kind in PROPERTIES),
-        str(sum(map(_refused, rows))),
-        str(sum(r.status == "FAIL" for r in rows)),
-    )
-
-
-# -- the record ------------------------------------------------------------------------------------
-def _check_recordable(options: argparse.Namespace, device: torch.device) -> None:
-    if device.type != "cuda":
-        raise ValueError(f"--record must go with a cuda device, got {device}")
-    for option in ("sample", "quick", "fuzz"):
-        if getattr(options, option):
-            raise ValueError(f"--record must go with every sample, got --{option}")
-    file = _env.record_path()
-    if file is None:
-        raise ValueError(f"{_env.RECORD_VARIABLE} must name a file to record in, got ''")
-    _verified.entries(file)  # raises now if the file is invalid
-
-
-def _record(rows: Sequence[Row], device: torch.device) -> str:
-    """Records the kernels that passed and those that failed, replacing older entries; returns a
-    message. Of what was not reached, nothing is known.
-    """
-    architecture = _env.architecture(device.type, device.index or 0)
-    statuses: dict[_verified.Kernel, Counter[str]] = {}
-    for row in rows:
-        if row.backend != "reference":
-            key = row.op, row.backend, _verified.name(_DTYPES[row.dtype])
-            statuses.setdefault(key, Counter())[row.status] += 1
-    failed = [key for key, count in statuses.items() if count["FAIL"]]
-    unknown = [key for key, count in statuses.items() if count["skipped"] and not count["FAIL"]]
-    passed = [key for key, c in statuses.items() if c["ok"] and not c["FAIL"] and not c["skipped"]]
-    file = _env.record_path()
-    assert file is not None  # _check_recordable
-    about = {"date": datetime.date.today().isoformat(), "device": _env.device_name(device)}
-
-    def entries(what: str, keys: Sequence[_verified.Kernel]) -> list[dict[str, Any]]:
-        assert file is not None
-        kept = [
-            entry
-            for entry in _verified.entries(file, what)
-            if "dtype" in entry  # entries of the first version have none
-            and (
-                entry.get("architecture") != architecture
-                or (entry.get("op"), entry.get("backend"), entry["dtype"]) not in statuses
-                or (entry.get("op"), entry.get("backend"), entry["dtype"]) in unknown
-            )
-        ]
-        new = [
-            dict(zip(("op", "backend", "dtype"), key, strict=True))
-            | _verified.applies_to(device, key[1])
-            | about
-            | {"results": statuses[key]["ok" if what == "passed" else "FAIL"]}
-            for key in keys
-        ]
-        return kept + new
-
-    write_json(file, {"passed": entries("passed", passed), "failed": entries("failed", failed)})
-    _verified.recorded.cache_clear()
-    _select.forget_orders()
-
-    def named(keys: Sequence[_verified.Kernel]) -> str:
-        return ", ".join(f"{op} by {backend} in {dtype}" for op, backend, dtype in keys)
-
-    message = f"chosen automatically on {architecture} from now on: "
-    message += f"{named(passed) or 'nothing'} ({file})"
-    if failed:
-        message += f"\nnot chosen, because samples failed: {named(failed)}"
-    if unknown:
-        message += f"\nnot decided, because samples were not reached: {named(unknown)}"
-        message += "\n`--json FILE.jsonl --resume` continues where the time ended"
-    return message
-
-
 def _in_lines(file: str | None) -> bool:
     return file is not None and file.endswith(".jsonl")
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes the file atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as folder:
-        whole = Path(folder, path.name)
-        whole.write_text(json.dumps(value, indent=1) + "\n")
-        os.replace(whole, path)

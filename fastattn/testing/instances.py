@@ -35,6 +35,7 @@ from fastattn.ops.layer_norm.spec import make_inputs as norm_inputs
 from fastattn.ops.linear.spec import make_inputs as linear_inputs
 from fastattn.testing import check, lines
 from fastattn.testing.isolation import Lost, run_isolated
+from fastattn.testing.oracle import Oracle
 from fastattn.testing.spec import Inputs, Sample, all_specs
 
 # Seconds after which a case counts as hanging. The first is for compiled libraries: kernels take
@@ -280,7 +281,7 @@ def run(case: tuple[Instance, str]) -> Row:
     )
     if instance.instruction_set:
         _native.use_cpu_isa(instance.instruction_set)
-    oracle = check.Oracle(spec, sample, _DTYPES[instance.dtype])
+    oracle = Oracle(spec, sample, _DTYPES[instance.dtype])
     with contextlib.nullcontext() if forward else _ForwardByReference():
         rows = check.check_sample(oracle, instance.backend, torch.device(device))
     if not forward:

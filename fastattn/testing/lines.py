@@ -1,10 +1,11 @@
-"""JSON lines files of results: rows are appended while a run goes on, and a run that is killed
+"""Files of results. JSON lines files are appended to while a run goes on, and a run that is killed
 leaves a file that can be read and continued.
 """
 
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -87,3 +88,12 @@ def current(path: Path) -> list[dict[str, Any]]:
 def case(row: Mapping[str, Any]) -> str:
     """The fields of a row that name what was run."""
     return " ".join(str(row[field]) for field in _CASE if row.get(field))
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes the file atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as folder:
+        whole = Path(folder, path.name)
+        whole.write_text(json.dumps(value, indent=1) + "\n")
+        os.replace(whole, path)

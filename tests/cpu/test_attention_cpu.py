@@ -17,7 +17,8 @@ from fastattn.ops import _select
 from fastattn.ops._op import Op
 from fastattn.ops.attention import cpu
 from fastattn.ops.attention.spec_inputs import make_inputs
-from fastattn.testing.check import Oracle, check_sample
+from fastattn.testing.check import check_sample
+from fastattn.testing.oracle import Oracle
 from fastattn.testing.poison import poisoned_results
 from fastattn.testing.spec import Sample, all_specs
 

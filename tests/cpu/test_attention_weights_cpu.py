@@ -11,7 +11,8 @@ from torch import Tensor
 
 import fastattn
 from fastattn.ops.attention.op import CAUSAL
-from fastattn.testing.check import Oracle, check_sample
+from fastattn.testing.check import check_sample
+from fastattn.testing.oracle import Oracle
 from fastattn.testing.poison import poisoned_results
 from fastattn.testing.spec import Sample, all_specs
 

@@ -20,7 +20,8 @@ import fastattn
 from fastattn import functional
 from fastattn.ops.ffn.op import ACTIVATIONS, GATED_ACTIVATIONS
 from fastattn.ops.ffn.spec import make_inputs
-from fastattn.testing.check import Oracle, check_sample
+from fastattn.testing.check import check_sample
+from fastattn.testing.oracle import Oracle
 from fastattn.testing.spec import Sample, all_specs
 
 SPEC = all_specs()["ffn"]

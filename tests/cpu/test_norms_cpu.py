@@ -12,7 +12,8 @@ from torch import Tensor
 
 import fastattn
 from fastattn.testing import poisoned_results
-from fastattn.testing.check import Oracle, check_sample
+from fastattn.testing.check import check_sample
+from fastattn.testing.oracle import Oracle
 from fastattn.testing.spec import OpSpec, Sample, all_specs
 
 pytestmark = needs_library

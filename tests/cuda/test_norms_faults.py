@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastattn.ops._op import OPS, Op
 from fastattn.ops.layer_norm import cuda, spec
-from fastattn.testing.check import _run
+from fastattn.testing.oracle import run_op
 from fastattn.testing.spec import Sample
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -163,7 +163,7 @@ def test_norms(monkeypatch: pytest.MonkeyPatch) -> None:
             if sample.name == "sum alone":
                 _gradient_of_the_sum_alone()
             else:
-                _run(SPECS[op], sample, sample.inputs("cpu", torch.bfloat16), "reference")
+                run_op(SPECS[op], sample, sample.inputs("cpu", torch.bfloat16), "reference")
     assert len(injector.detected) > 40
     assert not injector.unreached()
     assert not injector.undetected(())

@@ -29,7 +29,8 @@ from fastattn.ops.layer_norm.calls import (
     LayerNormBackwardCall,
     LayerNormCall,
 )
-from fastattn.testing.check import Oracle, _run, check_sample
+from fastattn.testing.check import check_sample
+from fastattn.testing.oracle import Oracle, run_op
 from fastattn.testing.poison import poisoned_results
 from fastattn.testing.spec import OpSpec, Sample
 
@@ -145,7 +146,7 @@ def test_values(
     oracle = Oracle(op, sample, dtype)
     simulate()
     with poisoned_results():
-        results = _run(op, sample, sample.inputs("cpu", dtype), "reference")
+        results = run_op(op, sample, sample.inputs("cpu", dtype), "reference")
     for name, value in results.items():
         comparison = oracle.judge(name, value)
         assert comparison.ok, f"{name}: {comparison.message}"
@@ -392,7 +393,7 @@ def test_a_short_section_of_the_workspace_is_detected(
     on_host.HOST.native.on_host_short_section(section)
     try:
         with pytest.raises(RuntimeError, match="there is no memory"):
-            _run(SPECS["add_layer_norm"], sample, sample.inputs("cpu", FP32), "reference")
+            run_op(SPECS["add_layer_norm"], sample, sample.inputs("cpu", FP32), "reference")
     finally:
         on_host.HOST.native.on_host_short_section(-1)
 

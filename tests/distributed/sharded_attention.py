@@ -14,7 +14,7 @@ from torch import Tensor
 from fastattn.distributed import context_parallel_attention, shard_sequence, unshard_sequence
 from fastattn.ops.attention.spec import SPECS
 from fastattn.ops.attention.spec_inputs import make_inputs
-from fastattn.testing.check import Oracle, output_gradients
+from fastattn.testing.oracle import Oracle, output_gradients
 from fastattn.testing.spec import Inputs, Sample
 
 SPEC = SPECS[0]

@@ -20,7 +20,7 @@ import fastattn.nn as fnn
 from fastattn.nn.decoding import DecoderCache, LayerCache
 from fastattn.ops import _op
 from fastattn.testing import all_specs
-from fastattn.testing.check import Oracle
+from fastattn.testing.oracle import Oracle
 from fastattn.testing.spec import OpSpec, Sample
 
 pytest.importorskip("onnxscript")

@@ -21,7 +21,8 @@ from torch import Tensor
 from fastattn import cli
 from fastattn.ops import _env, _native, _verified
 from fastattn.ops._op import OPS
-from fastattn.testing import all_specs, check, isolation
+from fastattn.testing import all_specs, check, isolation, lines
+from fastattn.testing.oracle import Oracle, output_gradients
 from fastattn.testing.properties import fill_positions
 
 SPECS = all_specs()
@@ -32,7 +33,7 @@ CUDA = torch.device("cuda", 0)
 # -- properties ------------------------------------------------------------------------------------
 def _judge(op: str, sample: str, backend: str = "reference") -> list[check.Row]:
     [found] = [s for s in SPECS[op].samples if s.name == sample]
-    return check.check_sample(check.Oracle(SPECS[op], found, torch.float32), backend, CPU)
+    return check.check_sample(Oracle(SPECS[op], found, torch.float32), backend, CPU)
 
 
 def _break(monkeypatch: pytest.MonkeyPatch, op: str, backend: str, change: Any) -> None:
@@ -124,7 +125,7 @@ def _needs_request(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
 def test_bits_of_a_run_are_compared_under_deterministic_algorithms(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    oracle = check.Oracle(SPECS["attention"], SPECS["attention"].samples[0], torch.float32)
+    oracle = Oracle(SPECS["attention"], SPECS["attention"].samples[0], torch.float32)
     _needs_request(monkeypatch, lambda results: None)
     assert not _faults(check.check_sample(oracle, "reference", CPU))
     monkeypatch.setattr(check, "DETERMINISTIC_ON_REQUEST", ())
@@ -135,7 +136,7 @@ def test_bits_of_a_run_are_compared_under_deterministic_algorithms(
 def test_results_under_deterministic_algorithms_are_compared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    oracle = check.Oracle(SPECS["attention"], SPECS["attention"].samples[0], torch.float32)
+    oracle = Oracle(SPECS["attention"], SPECS["attention"].samples[0], torch.float32)
     _needs_request(monkeypatch, lambda results: results[0].mul_(1.01))
     [(where, message)] = _faults(check.check_sample(oracle, "reference", CPU)).items()
     assert where == ("value", "dq") and message.startswith("with deterministic algorithms: ")
@@ -182,7 +183,7 @@ def test_a_crash_in_a_property_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None
 def test_gradients_of_outputs_that_are_not_finite() -> None:
     spec = SPECS["attention"]
     output = torch.tensor([-torch.inf, 1.0, torch.nan, torch.inf])
-    (gradient,) = check.output_gradients(spec, spec.samples[0], (output,))
+    (gradient,) = output_gradients(spec, spec.samples[0], (output,))
     assert (gradient != 0).tolist() == [False, True, False, False]
 
 
@@ -354,7 +355,7 @@ def test_forward_is_judged_where_gradients_are_refused(monkeypatch: pytest.Monke
         return "does not support this"
 
     [sample] = [s for s in SPECS["attention"].samples if s.name == "both_lengths"]
-    oracle = check.Oracle(SPECS["attention"], sample, torch.float32)
+    oracle = Oracle(SPECS["attention"], sample, torch.float32)
     module = OPS["attention_fwd"].module("reference")
     monkeypatch.setattr(module, "attention_bwd_unsupported", refuse, raising=False)
     rows = check.check_sample(oracle, "reference", CPU)
@@ -371,9 +372,7 @@ def test_forward_is_judged_where_gradients_are_refused(monkeypatch: pytest.Monke
 def test_outputs_are_judged_where_gradients_are_known_to_be_wrong() -> None:
     [found] = [s for s in SPECS["attention"].samples if s.name == "plain"]
     sample = dataclasses.replace(found, wrong_gradients=frozenset(("reference",)))
-    rows = check.check_sample(
-        check.Oracle(SPECS["attention"], sample, torch.float32), "reference", CPU
-    )
+    rows = check.check_sample(Oracle(SPECS["attention"], sample, torch.float32), "reference", CPU)
     assert [r.result for r in rows if r.kind == "value"] == ["out", "lse", "gradients"]
     assert rows[-1].status == "refused"
     assert rows[-1].message.startswith("computes wrong gradients")
@@ -537,7 +536,7 @@ def test_what_passes_is_recorded(
     other = {"op": "rms_norm", "backend": "cpu", "dtype": "float32", "architecture": "sm_100"}
     without_dtype = {"op": "ffn", "backend": "cpu", "architecture": "sm_90"}
     here = other | {"architecture": "sm_90"}
-    check.write_json(pretended_gpu, {"passed": [other, here, without_dtype]})
+    lines.write_json(pretended_gpu, {"passed": [other, here, without_dtype]})
     assert check.run(_options(*RECORDED)) == 0
     printed = capsys.readouterr().out
     assert all(f"rms_norm by cpu in {dtype}" in printed for dtype in dtypes)

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from fastattn.ops._op import OPS
 from fastattn.testing import Comparison, all_specs, compare
-from fastattn.testing.check import Oracle, check_sample
+from fastattn.testing.check import check_sample
+from fastattn.testing.oracle import Oracle
 
 EPS = {dtype: torch.finfo(dtype).eps for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 DTYPES = pytest.mark.parametrize("dtype", list(EPS), ids=lambda d: str(d).removeprefix("torch."))

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
 from fastattn.ops._select import OPS
-from fastattn.testing.check import Oracle
+from fastattn.testing.oracle import Oracle
 from fastattn.testing.spec import OpSpec
 
 FORWARDS = [name for name, op in OPS.items() if not op.is_derivative]

@@ -21,7 +21,8 @@ from fastattn.nn import fusion
 from fastattn.ops import _env, _select
 from fastattn.ops._op import Op
 from fastattn.ops.linear.spec import make_inputs
-from fastattn.testing.check import Oracle, check_sample
+from fastattn.testing.check import check_sample
+from fastattn.testing.oracle import Oracle
 from fastattn.testing.spec import Sample, all_specs
 
 SPEC = all_specs()["linear"]

@@ -17,7 +17,8 @@ from fastattn.ops._op import Op
 from fastattn.ops._select import explaining
 from fastattn.ops.attention import spec as spec_of_attention
 from fastattn.ops.ffn.op import ACTIVATIONS, GATED_ACTIVATIONS
-from fastattn.testing.check import Oracle, check_sample
+from fastattn.testing.check import check_sample
+from fastattn.testing.oracle import Oracle
 from fastattn.testing.spec import ErrorSample, Inputs, OpSpec, Sample
 
 

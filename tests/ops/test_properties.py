@@ -21,7 +21,8 @@ from fastattn.ops.ffn import spec as ffn_spec
 from fastattn.ops.ffn.op import ACTIVATIONS
 from fastattn.ops.layer_norm import spec as norm_spec
 from fastattn.testing import Sample, all_specs
-from fastattn.testing.check import Oracle, check_sample
+from fastattn.testing.check import check_sample
+from fastattn.testing.oracle import Oracle
 from fastattn.testing.properties import fill_positions
 
 pytest.importorskip("hypothesis", reason="part of the development extra only")

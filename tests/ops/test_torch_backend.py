@@ -14,7 +14,8 @@ from fastattn.ops.attention.calls import BackwardCall, ForwardCall, PackedForwar
 from fastattn.ops.attention.torch_problem import Problem
 from fastattn.ops.layer_norm import torch as norms
 from fastattn.testing import all_specs
-from fastattn.testing.check import Oracle, _run, check_sample
+from fastattn.testing.check import check_sample
+from fastattn.testing.oracle import Oracle, run_op
 from fastattn.testing.spec import OpSpec
 
 SPECS = all_specs()
@@ -27,7 +28,7 @@ def test_double_precision(spec: OpSpec) -> None:
     """In fp64 the backend and the reference agree up to the rounding of scores."""
     for sample in spec.samples:
         inputs = spec.widen(sample.inputs("cpu", torch.float32))
-        results, expected = (_run(spec, sample, inputs, b) for b in ("torch", "reference"))
+        results, expected = (run_op(spec, sample, inputs, b) for b in ("torch", "reference"))
         near = 1e-10
         if "lse" in expected:
             finite = expected["lse"][expected["lse"].isfinite()].abs().tolist()
@@ -43,7 +44,7 @@ def test_results_have_the_declared_layouts(spec: OpSpec) -> None:
     """aten's layouts differ, but compiled code relies on those of `outputs`."""
     for sample in spec.samples[::3]:
         inputs = sample.inputs("cpu", torch.float32)
-        results, expected = (_run(spec, sample, inputs, b) for b in ("torch", "reference"))
+        results, expected = (run_op(spec, sample, inputs, b) for b in ("torch", "reference"))
         for name, value in expected.items():
             assert results[name].stride() == value.stride(), (sample.name, name)
 

@@ -38,7 +38,7 @@ from fastattn.ops._op import OPS
 from fastattn.ops.attention import sm90
 from fastattn.ops.attention.spec_inputs import make_inputs
 from fastattn.ops.attention.spec_varlen import make_inputs as make_packed
-from fastattn.testing.check import _run
+from fastattn.testing.oracle import run_op
 from fastattn.testing.properties import deterministic_algorithms
 from fastattn.testing.spec import OpSpec, Sample, all_specs
 
@@ -247,4 +247,4 @@ def _examine(patch: pytest.MonkeyPatch, injector: OpInjector, sample: Sample) ->
         patch.setitem(OPS[name]._launchers, "reference", partial(injector.launch, OPS[name]))
     spec: OpSpec = SPECS["attention_varlen" if sample.name == "packed" else "attention"]
     with deterministic_algorithms(sample.name != "any order"):
-        _run(spec, sample, sample.inputs("cpu", torch.bfloat16), "reference")
+        run_op(spec, sample, sample.inputs("cpu", torch.bfloat16), "reference")

@@ -21,7 +21,7 @@ from fastattn.ops._op import OPS, Op
 from fastattn.ops.attention import sm90
 from fastattn.ops.attention.spec_inputs import make_inputs
 from fastattn.ops.attention.spec_varlen import make_inputs as make_packed
-from fastattn.testing.check import Oracle, _run
+from fastattn.testing.oracle import Oracle, run_op
 from fastattn.testing.poison import poisoned_results
 from fastattn.testing.properties import deterministic_algorithms
 from fastattn.testing.spec import OpSpec, Sample, all_specs
@@ -180,7 +180,7 @@ def _compare(
     oracle = Oracle(spec, sample, dtype)
     simulate()
     with poisoned_results():
-        results = _run(spec, sample, sample.inputs("cpu", dtype), "reference")
+        results = run_op(spec, sample, sample.inputs("cpu", dtype), "reference")
     for gradient in (name for name in results if name not in spec.results):
         comparison = oracle.judge(gradient, results[gradient])
         assert comparison.ok, f"{gradient}: {comparison.message}"

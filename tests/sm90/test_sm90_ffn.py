@@ -23,7 +23,7 @@ from torch import Tensor
 from fastattn.ops._op import OPS, Op
 from fastattn.ops.ffn import sm90
 from fastattn.ops.ffn.spec import make_inputs
-from fastattn.testing.check import Oracle, _run
+from fastattn.testing.oracle import Oracle, run_op
 from fastattn.testing.poison import poisoned_results
 from fastattn.testing.spec import Sample, all_specs
 
@@ -121,7 +121,7 @@ def test_a_short_section_is_detected(
         ffn_bindings.HOST.native.on_host_short_section(section)
         try:
             with pytest.raises(RuntimeError, match="there is no memory"):
-                _run(SPEC, CASES[name], CASES[name].inputs("cpu", torch.bfloat16), "reference")
+                run_op(SPEC, CASES[name], CASES[name].inputs("cpu", torch.bfloat16), "reference")
         finally:
             ffn_bindings.HOST.native.on_host_short_section(-1)
 
@@ -176,7 +176,7 @@ def compare(simulate: Callable[[], None], sample: Sample, dtype: torch.dtype) ->
     oracle = Oracle(SPEC, sample, dtype)
     simulate()
     with poisoned_results():
-        results = _run(SPEC, sample, sample.inputs("cpu", dtype), "reference")
+        results = run_op(SPEC, sample, sample.inputs("cpu", dtype), "reference")
     for name, result in results.items():
         comparison = oracle.judge(name, result)
         assert comparison.ok, f"{name}: {comparison.message}"

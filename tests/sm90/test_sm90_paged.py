@@ -27,8 +27,8 @@ from fastattn.ops._op import OPS, Op
 from fastattn.ops.attention import sm90
 from fastattn.ops.attention.calls import ForwardCall, PagedForwardCall
 from fastattn.ops.attention.spec_paged import SAMPLES, in_pages
-from fastattn.testing.check import Oracle, _run
 from fastattn.testing.instances import make_attention
+from fastattn.testing.oracle import Oracle, run_op
 from fastattn.testing.poison import poisoned_results
 from fastattn.testing.spec import Sample, all_specs
 
@@ -156,7 +156,7 @@ def test_samples(
     monkeypatch.setitem(OP._launchers, "reference", launch)
     with poisoned_results():
         try:
-            results = _run(SPEC, sample, sample.inputs("cpu", torch.bfloat16), "reference")
+            results = run_op(SPEC, sample, sample.inputs("cpu", torch.bfloat16), "reference")
         except NotImplementedError:
             assert refusal is not None
             return
@@ -222,7 +222,7 @@ def test_faults(monkeypatch: pytest.MonkeyPatch) -> None:
         oracle = Oracle(SPEC, sample, torch.bfloat16)
         with monkeypatch.context() as patch:
             patch.setitem(OP._launchers, "reference", partial(injector.launch, OP))
-            results = _run(SPEC, sample, sample.inputs("cpu", torch.bfloat16), "reference")
+            results = run_op(SPEC, sample, sample.inputs("cpu", torch.bfloat16), "reference")
         assert all(oracle.judge(name, results[name]).ok for name in SPEC.results)
     assert not injector.unreached()
     assert not injector.undetected()

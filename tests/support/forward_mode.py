@@ -11,8 +11,8 @@ from torch.overrides import TorchFunctionMode
 
 import fastattn
 from fastattn.ops import _select
-from fastattn.testing.check import output_gradients
 from fastattn.testing.compare import compare
+from fastattn.testing.oracle import output_gradients
 from fastattn.testing.poison import poisoned_results
 from fastattn.testing.spec import Inputs, OpSpec, Sample
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastattn.ops import _env
 from fastattn.testing import all_specs
-from fastattn.testing.check import output_gradients
+from fastattn.testing.oracle import output_gradients
 from fastattn.testing.spec import Inputs, OpSpec, Sample
 
 SPECS = all_specs()

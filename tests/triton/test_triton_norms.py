@@ -51,8 +51,9 @@ from fastattn.ops.layer_norm.calls import (
 )
 from fastattn.ops.layer_norm.config import BackwardConfig, ForwardConfig
 from fastattn.ops.layer_norm.rows import with_one_stride
-from fastattn.testing.check import Oracle, check_sample
+from fastattn.testing.check import check_sample
 from fastattn.testing.compare import compare
+from fastattn.testing.oracle import Oracle
 from fastattn.testing.spec import OpSpec, Sample
 
 DEVICE = _env.default_device()

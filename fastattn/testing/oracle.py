@@ -1,0 +1,101 @@
+"""Runs ops on samples and compares results with the fp64 reference, within the error budget of
+compare.py.
+"""
+
+import warnings
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.testing.compare import Comparison, compare
+from fastattn.testing.properties import Results
+from fastattn.testing.spec import Index, Inputs, OpSpec, Sample
+
+
+def output_gradients(
+    spec: OpSpec, sample: Sample, outputs: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """Random output gradients, the same for every dtype and device; 0 where an output is not
+    finite.
+    """
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{spec.name} {sample.name}".encode()))
+    gradients = []
+    for output in outputs:
+        gradient = torch.randn(output.shape, generator=generator).to(torch.bfloat16)
+        gradient = gradient.to(output.device).to(output.dtype)
+        gradients.append(torch.where(output.isfinite(), gradient, 0))
+    return tuple(gradients)
+
+
+def run_op(
+    spec: OpSpec,
+    sample: Sample,
+    inputs: Inputs,
+    backend: str | None,
+    douts: tuple[Tensor, ...] | None = None,
+) -> Results:
+    """douts: the output gradients; default `output_gradients`."""
+    return with_gradients(spec, sample, inputs, spec.function(**inputs, backend=backend), douts)
+
+
+def with_gradients(
+    spec: OpSpec,
+    sample: Sample,
+    inputs: Inputs,
+    results: Any,
+    douts: tuple[Tensor, ...] | None = None,
+) -> Results:
+    outputs = results if isinstance(results, tuple) else (results,)
+    named = dict(zip(spec.results, outputs, strict=True))
+    leaves = [
+        n for n in sample.gradients if isinstance(inputs.get(n), Tensor) and inputs[n].requires_grad
+    ]
+    if not leaves:
+        return named
+    gradients = torch.autograd.grad(
+        outputs,
+        [inputs[n] for n in leaves],
+        output_gradients(spec, sample, outputs) if douts is None else douts,
+        allow_unused=True,
+    )
+    for name, gradient in zip(leaves, gradients, strict=True):
+        named["d" + name] = torch.zeros_like(inputs[name]) if gradient is None else gradient
+    return {name: value.detach() for name, value in named.items()}
+
+
+class Oracle:
+    """The references of one sample in fp64 and in its dtype, computed once, on the CPU."""
+
+    def __init__(self, spec: OpSpec, sample: Sample, dtype: torch.dtype):
+        self.spec, self.sample, self.dtype = spec, sample, dtype
+        inputs = sample.inputs("cpu", dtype)
+        wide = spec.widen(inputs)
+        self.exact = run_op(spec, sample, wide, "reference")
+        self.same = run_op(spec, sample, inputs, "reference")
+        outputs = tuple(self.exact[name] for name in spec.results)
+        gradients = output_gradients(spec, sample, outputs)
+        detached = {k: v.detach() if isinstance(v, Tensor) else v for k, v in wide.items()}
+        self.magnitudes = spec.magnitudes(detached, gradients)
+
+    def judge(self, name: str, value: Tensor, where: Index = ()) -> Comparison:
+        """Compares a result with the references, or a slice of it with their slice `where`."""
+        exact = self.exact[name]
+        mag = self.magnitudes[name].expand_as(exact)
+        dims = self.spec.slice_dims(name, exact)
+        return compare(value, exact[where], self.same[name][where], mag[where], dims)
+
+    def torch_errors(self) -> dict[str, float]:
+        """The errors of PyTorch's operators on this sample; {} if they cannot compute it."""
+        inputs = self.sample.inputs("cpu", self.dtype)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                outputs = self.spec.torch_form(inputs)
+                if outputs is None:
+                    return {}
+                results = with_gradients(self.spec, self.sample, inputs, outputs)
+        except (RuntimeError, NotImplementedError, IndexError):
+            return {}
+        return {name: self.judge(name, value).error for name, value in results.items()}

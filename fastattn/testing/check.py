@@ -26,7 +26,9 @@ from torch import Tensor
 
 from fastattn.ops import _env, _native
 from fastattn.testing import lines
+from fastattn.testing.implementation import Implementation, load
 from fastattn.testing.isolation import Lost, run_isolated
+from fastattn.testing.judge import REQUIRED, judge_sample, required_kinds
 from fastattn.testing.oracle import Oracle, output_gradients, run_op
 from fastattn.testing.poison import poisoned_results
 from fastattn.testing.properties import (
@@ -37,7 +39,7 @@ from fastattn.testing.properties import (
     deterministic_algorithms,
 )
 from fastattn.testing.record import check_recordable, record
-from fastattn.testing.report import print_report
+from fastattn.testing.report import Report, nothing_checked, print_report
 from fastattn.testing.rows import DTYPES, NAMES, Row
 from fastattn.testing.spec import DRAWN, Inputs, Sample, all_specs
 
@@ -78,7 +80,8 @@ def check_sample(
         inputs: Inputs, douts: tuple[Tensor, ...] | None = None, *, deterministic: bool = False
     ) -> Results:
         with poisoned_results(), deterministic_algorithms(deterministic):
-            return run_op(spec, sample, inputs, backend, douts)
+            given = None if douts is None else lambda *_: douts
+            return run_op(spec, sample, inputs, backend, given)
 
     def crash(error: Exception, kind: str) -> Row:
         return row("all", "FAIL", message=f"{type(error).__name__}: {error}"[:500], kind=kind)
@@ -163,6 +166,14 @@ def add_arguments(
     """device, count, file: parse a device, a positive number and a file to write."""
     parser.add_argument("--op", action="append", help="only this op (may be repeated)")
     parser.add_argument("--backend", action="append", help="only this backend (may be repeated)")
+    parser.add_argument(
+        "--implementation", metavar="MODULE:ATTR",
+        help="instead of the backends: a function or module with the arguments of the op",
+    )  # fmt: skip
+    parser.add_argument(
+        "--require", type=lambda kinds: (*REQUIRED, *kinds.split(",")), default=REQUIRED,
+        metavar="KIND,KIND", help="with --implementation: further checks that must not fail",
+    )  # fmt: skip
     parser.add_argument("--dtype", action="append", choices=sorted(DTYPES), help="only this dtype")
     parser.add_argument("--sample", action="append", help="only samples whose name contains this")
     parser.add_argument(
@@ -197,6 +208,10 @@ def add_arguments(
         "--seconds", type=count, default=None, help="start no sample after this time"
     )
     parser.add_argument(
+        "--limit", type=count, default=90, metavar="SECONDS",
+        help="a sample that takes longer counts as hanging (default: 90)",
+    )  # fmt: skip
+    parser.add_argument(
         "--resume",
         action="store_true",
         help="with --json FILE.jsonl: leave out samples that the file has results of, for the same "
@@ -216,13 +231,57 @@ def run(options: argparse.Namespace) -> int:
     """
     device = options.device or _env.default_device()
     rows = check_samples(options, device)
-    print_report(rows, device, options.verbose)
+    if options.implementation:
+        print(Report(tuple(rows), device, required_kinds(options.require)).table(options.verbose))
+    else:
+        print_report(rows, device, options.verbose)
     if options.json and not _in_lines(options.json):
         lines.write_json(Path(options.json), [dataclasses.asdict(row) for row in rows])
     if options.record:
         print(record(rows, device))
-    nothing = all(row.status in ("refused", "skipped") for row in rows)
-    return 1 if any(row.status == "FAIL" for row in rows) or nothing else 0
+    return 1 if any(row.status == "FAIL" for row in rows) or nothing_checked(rows) else 0
+
+
+def check_implementation(
+    implementation: Callable[..., Any] | str,
+    op: str,
+    *,
+    device: torch.device | str | None = None,
+    dtypes: Iterable[torch.dtype] | None = None,
+    samples: str | Sequence[str] = (),
+    require: Sequence[str] = REQUIRED,
+    limit_s: int = 90,
+) -> Report:
+    """Checks a function or module that computes `op` against fp64, within the error budget of
+    fastattn's own backends.
+
+    implementation: has the arguments of `fastattn.<op>`, or some of them, by name; samples with
+        others are refused, and so are those for which it raises NotImplementedError. Returns the
+        first result or several. A name such as "my_kernels:my_attention" runs in processes of its
+        own, so that a sample that crashes or hangs costs one row.
+    op: the name of a function, such as "attention" or "rms_norm".
+    device: default cuda if there is one. dtypes: default fp32, bf16 and fp16.
+    samples: parts of the names of the samples to run; default all.
+    require: the kinds of checks that count as failures, of `fastattn.testing.KINDS`; "padding"
+        stands for three. The others are reported.
+    limit_s: with a name: a sample that takes longer counts as hanging.
+    """
+    name = implementation
+    if not isinstance(name, str):
+        name = getattr(implementation, "__name__", type(implementation).__name__)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    options = parser.parse_args([f"--op={op}", f"--implementation={name}"])
+    options.sample = [samples] if isinstance(samples, str) else samples
+    options.dtype = [NAMES[dtype] for dtype in dtypes or NAMES]
+    options.limit, options.require = limit_s, (required := required_kinds(require))
+    device = _env.default_device() if device is None else torch.device(device)
+    if isinstance(implementation, str):
+        return Report(tuple(check_samples(options, device)), device, required)
+    cases, judged = _cases(options, device), Implementation(name, implementation)
+    judged.check_signature(op)
+    rows = [row for case in cases for row in _judge_case(case, judged)]
+    return Report(tuple(rows), device, required)
 
 
 def check_samples(options: argparse.Namespace, device: torch.device) -> list[Row]:
@@ -234,7 +293,9 @@ def check_samples(options: argparse.Namespace, device: torch.device) -> list[Row
     if options.record:
         check_recordable(options, device)
     cases = _cases(options, device)
-    backends = {backend for case in cases for backend in case.backends}
+    if options.implementation:
+        load(options.implementation).check_signature(*options.op)
+    backends = {backend for case in cases for backend in case.backends if case.require is None}
     isas = {"cpu": options.isa or _native.cpu_isa()}
     digests = {
         backend: lines.applies_to(device, backend, isas.get(backend)) for backend in backends
@@ -244,11 +305,12 @@ def check_samples(options: argparse.Namespace, device: torch.device) -> list[Row
     if found:
         print(f"{len(found)} of {len(cases)} samples were checked before: {options.json}")
     jobs = min(options.jobs or os.cpu_count() or 1, max(1, len(waiting)))
-    results = _check_cases([cases[index] for index in waiting], jobs, options.seconds)
+    chosen = [cases[index] for index in waiting]
+    results = _check_cases(chosen, jobs, options.seconds, options.limit)
     for number, case_rows in _progress(results, f"checking on {device}", len(waiting)):
         index = waiting[number]
         found[index] = [
-            dataclasses.replace(row, applies_to=digests[row.backend]) for row in case_rows
+            dataclasses.replace(row, applies_to=digests.get(row.backend, "")) for row in case_rows
         ]
         if _in_lines(options.json):
             lines.append(Path(options.json), map(dataclasses.asdict, found[index]))
@@ -302,7 +364,9 @@ def _progress_lines(
 
 @dataclass(frozen=True)
 class _Case:
-    """One sample in one dtype, by name: it can be pickled for another process."""
+    """One sample in one dtype, by name: it can be pickled for another process. require: None, or
+    what must hold of an implementation, whose name `backends` holds.
+    """
 
     op: str
     sample: str
@@ -310,6 +374,13 @@ class _Case:
     backends: tuple[str, ...]
     device: torch.device
     isa: str | None = None
+    require: tuple[str, ...] | None = None
+
+
+def _judge_case(case: _Case, implementation: Implementation) -> list[Row]:
+    spec = all_specs()[case.op]
+    sample, require = spec.sample(case.sample), case.require or ()
+    return judge_sample(spec, sample, case.dtype, implementation, case.device, require)
 
 
 @contextlib.contextmanager
@@ -326,6 +397,8 @@ def _cpu_isa(isa: str | None) -> Iterator[None]:
 
 
 def _check_case(case: _Case) -> list[Row]:
+    if case.require is not None:
+        return _judge_case(case, load(*case.backends))
     spec = all_specs()[case.op]
     sample = spec.sample(case.sample)
     oracle = Oracle(spec, sample, case.dtype)
@@ -346,20 +419,19 @@ def _check_case(case: _Case) -> list[Row]:
     return rows
 
 
-# A longer case counts as hanging. Compiling the kernels is the slowest part of a case.
-_CASE_SECONDS = 90.0
 # After so many cases of an op by a backend in a dtype hung or crashed, the others are left out.
 _MAX_LOST = 3
 
 
 def _check_cases(
-    cases: Sequence[_Case], jobs: int, seconds: float | None
+    cases: Sequence[_Case], jobs: int, seconds: float | None, limit_s: float = 90.0
 ) -> Iterator[tuple[int, list[Row]]]:
     """Yields (index of the case, its rows) as cases finish, from processes with one thread each. A
     case whose process dies or hangs gives a row, and so does a case not started within `seconds`,
     or left out because its kernels hung or crashed too often.
     """
-    if jobs <= 1 and seconds is None and all(case.device.type == "cpu" for case in cases):
+    trusted = all(case.device.type == "cpu" and case.require is None for case in cases)
+    if jobs <= 1 and seconds is None and trusted:
         yield from enumerate(map(_check_case, cases))
         return
     lost: Counter[Any] = Counter()
@@ -369,7 +441,7 @@ def _check_cases(
         return f"{count} samples of it crashed or hung" if count >= _MAX_LOST else None
 
     results = run_isolated(
-        _check_case, cases, jobs=jobs, seconds=seconds, limit_s=_CASE_SECONDS, left_out=left_out
+        _check_case, cases, jobs=jobs, seconds=seconds, limit_s=limit_s, left_out=left_out
     )
     for index, rows in results:
         if isinstance(rows, Lost):
@@ -381,10 +453,9 @@ def _check_cases(
 
 
 def _row_of_case(case: _Case, backend: str, status: str, message: str) -> Row:
-    dtype = NAMES[case.dtype]
-    return Row(
-        case.op, backend, case.device.type, dtype, case.sample, "all", status, message=message
-    )
+    at = (case.op, backend, case.device.type, NAMES[case.dtype], case.sample)
+    kind = "process" if status == "FAIL" else "value"
+    return Row(*at, "all", status, message=message, kind=kind)
 
 
 def _cases(options: argparse.Namespace, device: torch.device) -> list[_Case]:
@@ -397,6 +468,12 @@ def _cases(options: argparse.Namespace, device: torch.device) -> list[_Case]:
         for value in values or ():
             if value not in allowed:
                 raise ValueError(f"{option} must be one of {', '.join(allowed)}, got {value!r}")
+    require = required_kinds(options.require) if options.implementation else None
+    if require is not None and (
+        len(options.op or ()) != 1 or options.backend or options.record or options.resume
+    ):
+        wanted = "one --op, and without --backend, --record and --resume"
+        raise ValueError(f"--implementation must go with {wanted}")
     dtypes = [DTYPES[name] for name in options.dtype or DTYPES]
     if options.isa and options.isa not in (isas := _native.usable_cpu_isas()):
         raise ValueError(f"--isa must be one of {', '.join(isas)}, got {options.isa!r}")
@@ -409,6 +486,8 @@ def _cases(options: argparse.Namespace, device: torch.device) -> list[_Case]:
         if not options.backend:  # leave out backends for other devices, and what is not recorded
             backends = tuple(b for b in backends if _env.refuses_device(b, device) is None)
             backends = tuple(b for b in backends if not options.record or b != "reference")
+        if require is not None:
+            backends = (options.implementation,)
         samples: Iterable[Sample] = spec.samples
         if options.fuzz:
             first = options.seed or 0
@@ -423,7 +502,8 @@ def _cases(options: argparse.Namespace, device: torch.device) -> list[_Case]:
                 # On a GPU, one process per backend: a backend can make the GPU unusable in it.
                 groups = [backends] if device.type == "cpu" else [(b,) for b in backends]
                 if dtype in sample.dtypes and backends:
-                    case = _Case(spec.name, sample.name, dtype, backends, device, options.isa)
+                    at = (spec.name, sample.name, dtype)
+                    case = _Case(*at, backends, device, options.isa, require)
                     cases += [dataclasses.replace(case, backends=group) for group in groups]
     if device.type != "cpu":
         # In the order requested. Otherwise the backend that compiles its kernels is first: its

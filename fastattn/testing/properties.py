@@ -9,7 +9,7 @@ to the sample, which has no batch or no dead positions.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,15 +80,16 @@ def rerun(case: Case) -> Faults | None:
     }
 
 
-def batch(case: Case) -> Faults | None:
-    """Compares bits if the op guarantees them. The backends `torch` and reference do not, because
-    PyTorch's matrix products and reductions choose their blocking by the whole shape: there the
-    error budget applies.
+def batch(case: Case, bitwise: bool | None = None) -> Faults | None:
+    """bitwise: whether to compare bits; by default if the op guarantees them. The backends `torch`
+    and reference do not, because PyTorch's matrix products and reductions choose their blocking by
+    the whole shape: there the error budget applies.
     """
     if case.spec.entries is None:
         return None
     entries = case.spec.entries(case.make())
-    bitwise = case.spec.entries_in_bits and case.backend not in ("torch", "reference")
+    if bitwise is None:
+        bitwise = case.spec.entries_in_bits and case.backend not in ("torch", "reference")
     faults: Faults = {}
     for entry in entries:
         douts = tuple(
@@ -117,20 +118,21 @@ def _leaves(inputs: Inputs, sample: Sample) -> Inputs:
     return leaves
 
 
-def padding(case: Case) -> Faults | None:
-    if case.spec.dead is None:
-        return None
+def padding(
+    case: Case, fills: Sequence[str] = tuple(_FILLS), in_douts: bool = True
+) -> Faults | None:
+    """fills: what dead positions hold in turn. in_douts: also in the output gradients."""
     dead = case.spec.dead(case.make())
     if not any(bool(positions.any()) for positions in dead.values()):
         return None
     faults: Faults = {}
-    for fill, value in _FILLS.items():
-        inputs = case.make()
+    for fill in fills:
+        inputs, value = case.make(), _FILLS[fill]
         for name, positions in dead.items():
             if name in inputs:
                 fill_positions(inputs[name], positions, value)
         douts = tuple(
-            torch.where(dead[name], value, dout) if name in dead else dout
+            torch.where(dead[name], value, dout) if in_douts and name in dead else dout
             for name, dout in zip(case.spec.results, case.douts, strict=True)
         )
         results = case.run(inputs, douts)

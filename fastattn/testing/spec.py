@@ -125,8 +125,10 @@ class OpSpec:
     prepare: (inputs) -> the arguments that `function` passes to the public function, the same
     dictionary if nothing differs; benchmarks do not time it.
     dead: (inputs) -> for each input or output, the positions whose value (or whose output gradient)
-    must not affect anything, broadcastable to it; None for an op without padding.
+    must not affect anything, broadcastable to it; {} for an op without padding.
     drawn: (number) -> a random sample, always the same for a number; None for an op without them.
+    arguments: (inputs) -> arguments of the public function, each restriction in one spelling, for
+    implementations from elsewhere. outputs: what such a function returns -> the results.
     """
 
     name: str
@@ -141,9 +143,11 @@ class OpSpec:
     widen: Callable[[Inputs], Inputs]
     entries: Callable[[Inputs], tuple[Entry, ...]] | None = None
     entries_in_bits: bool = True
-    dead: Callable[[Inputs], dict[str, Tensor]] | None = None
+    dead: Callable[[Inputs], dict[str, Tensor]] = lambda inputs: {}
     prepare: Callable[[Inputs], Inputs] = lambda inputs: inputs
     drawn: Callable[[int], Sample] | None = None
+    arguments: Callable[[Inputs], Inputs] = lambda inputs: inputs
+    outputs: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] = lambda outputs: outputs
 
     def sample(self, name: str) -> Sample:
         if self.drawn is not None and name.startswith(DRAWN):

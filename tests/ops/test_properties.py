@@ -235,7 +235,7 @@ def test_varlen_equals_padded_attention_with_lengths(options: Options) -> None:
         key_lengths=lengths["k"], query_lengths=lengths["q"], causal=causal,
         window=inputs["window"], return_lse=True, **dropout,
     )  # fmt: skip
-    narrow = spec_varlen.by_head(**inputs)
+    narrow = spec_varlen.attention_varlen(**inputs)
     T = int(lengths["q"].sum())
     gradients = []
     for outputs in ([packed(x) for x in wide], [x[:, :T] for x in narrow]):

@@ -44,6 +44,23 @@ def prepare(inputs: Inputs) -> Inputs:
     return inputs if page is None else in_pages(inputs, page, shared_pages)
 
 
+def arguments(inputs: Inputs) -> Inputs:
+    """Arguments of the public function in one spelling: causal=True where M = N, lengths of at most
+    M and N; pages without NaN, and a block table of existing pages.
+    """
+    M, N = inputs["q"].shape[2], inputs["k"].shape[2]
+    given = dict(prepare(inputs))
+    if M == N and given.get("causal") in ("top_left", "bottom_right"):
+        given["causal"] = True
+    for name, largest in (("key_lengths", N), ("query_lengths", M)):
+        if given.get(name) is not None:
+            given[name] = given[name].clamp(0, largest)
+    if "block_table" in given:
+        given["block_table"] = given["block_table"].clamp(0, given["k"].shape[0] - 1)
+        given |= {name: given[name].nan_to_num(0.25) for name in ("k", "v")}
+    return given
+
+
 def attention(**inputs: Any) -> Any:
     """The public function, with the additional arguments of `prepare`."""
     return functional.attention(**prepare(inputs))
@@ -705,5 +722,6 @@ SPECS = (
         dead=dead_positions,
         prepare=prepare,
         drawn=drawn,
+        arguments=arguments,
     ),
 )

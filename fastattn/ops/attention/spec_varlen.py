@@ -31,12 +31,18 @@ _SCORES = ("alibi_slopes", "softcap", "sinks", *RELATIVE)
 _PARAMETERS = ("alibi_slopes", "sinks", "relative_bias")
 
 
-def by_head(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    """attention_varlen with heads first: out [H, T, E] and lse [H, T]."""
-    out, lse = functional.attention_varlen(
-        q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), return_lse=True, **options
-    )
-    return out.transpose(0, 1), lse
+def arguments(inputs: Inputs) -> Inputs:
+    """Arguments of the public function: tokens first."""
+    return inputs | {name: inputs[name].transpose(0, 1) for name in "qkv"}
+
+
+def by_head(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The outputs of the public function with heads first: out [H, T, E] and lse [H, T]."""
+    return outputs[0].transpose(0, 1), *outputs[1:]
+
+
+def attention_varlen(**inputs: Any) -> tuple[Tensor, ...]:
+    return by_head(functional.attention_varlen(**arguments(inputs), return_lse=True))
 
 
 def make_inputs(
@@ -329,7 +335,7 @@ ERRORS = (
 SPECS = (
     OpSpec(
         "attention_varlen",
-        by_head,
+        attention_varlen,
         ("out", "lse"),
         SAMPLES,
         ERRORS,
@@ -341,5 +347,7 @@ SPECS = (
         _entries,
         dead=_dead_positions,
         drawn=_drawn,
+        arguments=arguments,
+        outputs=by_head,
     ),
 )

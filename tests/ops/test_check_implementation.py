@@ -1,0 +1,424 @@
+"""`check_implementation`: wrong kernels fail by the kind that names their fault and by no other,
+right ones pass.
+"""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import fastattn
+from fastattn import cli
+from fastattn.testing import KINDS, Report, all_specs, check_implementation, dense_mask
+
+FP32 = torch.float32
+# What a textbook kernel has on a CPU. NaN in padding needs more than a mask, and bits that do not
+# depend on the batch more than PyTorch's matrix products.
+HELD = tuple(k for k in KINDS if not k.startswith(("NaN", "precision", "batch bits")))
+
+
+def textbook(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    causal: bool | str = False,
+    scale: float | None = None,
+    blocked: float = -torch.inf,
+    empty: float = 0.0,
+    compute: torch.dtype = FP32,
+    softmax: Callable[[Tensor], Tensor] = lambda s: s.softmax(-1),
+) -> Tensor:
+    """blocked: the score of blocked pairs. empty: the results of rows without a key. compute: the
+    dtype of scores and weights.
+    """
+    G = q.shape[1] // k.shape[1]
+    keys, values = (x.to(compute).repeat_interleave(G, 1) for x in (k, v))
+    s = q.to(compute) @ keys.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    allowed = dense_mask(q, k, mask=mask, key_lengths=key_lengths, causal=causal)
+    if allowed is None:
+        return (softmax(s) @ values).to(q.dtype)
+    if allowed.dtype != torch.bool:
+        allowed, bias = allowed > -torch.inf, allowed.to(compute)
+        s = s + bias.masked_fill(~allowed, 0)
+    dead = ~allowed.any(-1, keepdim=True)
+    s = s.masked_fill(~allowed, blocked).masked_fill(dead, 0)
+    return (softmax(s) @ values).masked_fill(dead, empty).to(q.dtype)
+
+
+def judge(function: Any, *samples: str, require: Any = HELD, dtype: torch.dtype = FP32) -> Report:
+    return check_implementation(
+        function, "attention", device="cpu", dtypes=[dtype], samples=samples, require=require
+    )
+
+
+def failed(report: Report) -> set[str]:
+    return {row.kind for row in report.rows if row.status == "FAIL"}
+
+
+def test_a_right_kernel_passes() -> None:
+    report = judge(textbook, "causal", "bool", "key_lengths", "gqa", "bias_dead", "scale")
+    report.raise_if_failed()
+    counts = {s: sum(r.status == s for r in report.rows) for s in ("ok", "refused", "raised")}
+    assert counts["ok"] > 200 and counts["refused"] > 5 and not counts["raised"]
+    assert {row.kind for row in report.rows if row.status == "ok"} >= {*HELD} - {"call"}
+    refused = {row.message for row in report.rows if row.status == "refused"}
+    assert all(message.startswith("takes no ") for message in refused)
+
+
+# -- wrong kernels ---------------------------------------------------------------------------------
+class _Changed(torch.autograd.Function):
+    """The identity of a tensor, with another gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.change = change
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        return ctx.change(dx), None
+
+
+def zeros(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+    return q.new_zeros(*q.shape[:3], v.shape[3])
+
+
+def other_corner(q: Tensor, k: Tensor, v: Tensor, causal: bool | str = False) -> Tensor:
+    corners = {"top_left": "bottom_right", "bottom_right": "top_left"}
+    return textbook(q, k, v, causal=corners.get(str(causal), causal))
+
+
+def off_by_one(q: Tensor, k: Tensor, v: Tensor, causal: bool | str = False) -> Tensor:
+    if causal is not True:
+        return textbook(q, k, v, causal=causal)
+    return textbook(q, k, v, mask=q.new_ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(1))
+
+
+def without_scale(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return textbook(q, k, v, scale=1.0)
+
+
+def without_maximum(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+    return textbook(q, k, v, scale=scale, softmax=lambda s: s.exp() / s.exp().sum(-1, True))
+
+
+def in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out = textbook(q.clone(), k.clone(), v.clone())
+    q.data.mul_(q.shape[-1] ** -0.5)
+    return out
+
+
+def detached(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return textbook(q, k, v.detach())
+
+
+def unscaled_backward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return textbook(_Changed.apply(q, lambda dq: dq * q.shape[-1] ** 0.5), k, v)
+
+
+def unsummed_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    G = q.shape[1] // k.shape[1]
+
+    def of_first_head(x: Tensor) -> Tensor:
+        first = torch.arange(q.shape[1]) % G == 0
+        return _Changed.apply(x.repeat_interleave(G, 1), lambda d: d * first[:, None, None])
+
+    return textbook(q, of_first_head(k), of_first_head(v))
+
+
+def reads_new_memory(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out = textbook(q, k, v)
+    memory = torch.empty(1 << 23)[: out.numel()]  # so large that the system fills it with 0
+    return out + torch.where(memory.isnan(), torch.nan, 0.0).view_as(out)
+
+
+_calls = itertools.count()
+
+
+def other_bits(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return textbook(q, k, v) * (1 + 2.0**-23 * (next(_calls) % 5))
+
+
+def split_by_batch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return textbook(q, k, v) * (1 + 2.0**-23 * (q.shape[0] == 1))
+
+
+def wrong_for_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return textbook(q, k, v) * (1.01 if q.shape[0] == 1 else 1.0)
+
+
+def reads_padding(q: Tensor, k: Tensor, v: Tensor, key_lengths: Tensor | None = None) -> Tensor:
+    return textbook(q, k, v, key_lengths=key_lengths, blocked=-20.0)
+
+
+def nan_rows(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    return textbook(q, k, v, mask=mask, empty=torch.nan)
+
+
+def too_short(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return textbook(q, k, v)[:, :, :-1]
+
+
+def too_few_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    if q.shape[1] != k.shape[1]:
+        raise RuntimeError("expected as many heads")
+    return textbook(q, k, v)
+
+
+@pytest.mark.parametrize(
+    "function, samples, kinds",
+    [
+        (zeros, ("plain", "scale"), {"value"}),
+        (other_corner, ("two_by_nine",), {"value", "gradient"}),
+        (off_by_one, ("two_by_two", "plain"), {"value", "gradient"}),
+        (without_scale, ("odd_sizes",), {"value", "gradient"}),
+        (without_maximum, ("huge_logits", "plain"), {"value", "gradient"}),
+        (in_place, ("plain",), {"inputs"}),
+        (detached, ("plain",), {"gradient"}),
+        (unscaled_backward, ("plain",), {"gradient"}),
+        (unsummed_heads, ("gqa", "plain"), {"gradient"}),
+        (reads_new_memory, ("plain",), {"fresh memory"}),
+        (other_bits, ("plain",), {"rerun"}),
+        (split_by_batch, ("plain",), {"batch bits"}),
+        (wrong_for_one, ("plain",), {"batch", "batch bits"}),
+        (reads_padding, ("key_lengths",), {"finite padding"}),
+        (nan_rows, ("bool_mask_dead", "bool_mask_rows"), {"empty rows"}),
+        (too_short, ("plain",), {"value", "call"}),
+        (too_few_heads, ("gqa",), {"call"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_wrong_kernels_fail(function: Any, samples: tuple[str, ...], kinds: set[str]) -> None:
+    report = judge(function, *samples, require=(*HELD, "batch bits"))
+    assert failed(report) == kinds, report.table()
+    with pytest.raises(AssertionError, match=f"attention by {function.__name__}"):
+        report.raise_if_failed()
+
+
+def test_results_that_round_weights_are_imprecise() -> None:
+    """Where only a kernel that computes in the dtype is less exact than the budget."""
+
+    def in_the_dtype(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+        return textbook(q, k, v, scale=scale, compute=q.dtype)
+
+    half: dict[str, Any] = {"dtype": torch.bfloat16}
+    report = judge(in_the_dtype, "scale_", **half)
+    report.raise_if_failed()
+    assert {r.kind for r in report.rows if r.status == "imprecise"} == {"value", "gradient"}
+    assert not failed(judge(textbook, "scale_", **half, require=(*HELD, "precision")))
+    strict = judge(in_the_dtype, "scale_", **half, require=(*HELD, "precision"))
+    assert failed(strict) and not any(row.status == "imprecise" for row in strict.rows)
+
+
+def test_what_is_not_required_does_not_fail() -> None:
+    report = judge(nan_rows, "bool_mask_rows", require=("value", "gradient"))
+    report.raise_if_failed()
+    [out, *_] = [row for row in report.rows if row.status == "differs"]
+    assert (out.kind, out.result, out.message) == ("empty rows", "out", "nan, expected 0")
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("op", ["attention", "attention_varlen", "add_layer_norm", "ffn", "linear"])
+def test_backends_pass(op: str, backend: str) -> None:
+    """With all that is required of them, also in their own samples, of which few are left out."""
+
+    def function(**arguments: Any) -> Any:
+        returned = {"attention": "return_lse", "add_layer_norm": "return_sum"}
+        extra = {returned[name]: True for name in returned if op.startswith(name)}
+        return getattr(fastattn, op)(**arguments, **extra, backend=backend)
+
+    spec = all_specs()[op]
+    samples = [s.name for s in spec.samples if "interpreter" in s.tags][3:90:9]
+    require = [k for k in KINDS if k != "batch bits" or backend == "cpu"]
+    dtypes = (FP32, torch.bfloat16)
+    report = check_implementation(
+        function, op, device="cpu", dtypes=dtypes, samples=samples, require=require
+    )
+    report.raise_if_failed()
+    others = {row.kind for row in report.rows if row.status in ("imprecise", "differs", "raised")}
+    assert others <= {"batch bits"}
+    assert {row.result for row in report.rows} >= {*spec.results}
+
+
+# -- calls -----------------------------------------------------------------------------------------
+def sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    query_lengths: Tensor | None = None,
+    causal: bool | str = False,
+    window: tuple[int, int] | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    mask = dense_mask(q, k, mask=mask, key_lengths=key_lengths, query_lengths=query_lengths,
+                      causal=causal, window=window)  # fmt: skip
+    if mask is not None and mask.dtype not in (torch.bool, q.dtype):
+        raise NotImplementedError("takes masks of q's dtype")
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
+
+
+@pytest.mark.parametrize("dtype", [FP32, torch.bfloat16])
+def test_pytorchs_attention_passes(dtype: torch.dtype) -> None:
+    """With every restriction in a dense mask; only what it does not take is refused."""
+    samples = ("lengths", "mask", "bias", "window", "combined", "top_left", "bottom_right", "gqa")
+    report = judge(sdpa, *samples, dtype=dtype, require=("value", "gradient", "inputs", "call"))
+    report.raise_if_failed()
+    own = ("alibi_slopes", "softcap", "sinks", "relative_bias", "block_table", "relative_buckets",
+           "relative_max_distance")  # fmt: skip
+    allowed = {f"takes no {name}" for name in own} | {"takes masks of q's dtype"}
+    refused = [row.message.split("; ") for row in report.rows if row.status == "refused"]
+    assert refused and {reason for reasons in refused for reason in reasons} <= allowed
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+def test_pytorchs_norms_pass(op: str) -> None:
+    """eps differs from the default of the function, so that it is passed."""
+
+    def layer_norm(x: Tensor, weight: Any = None, bias: Any = None, eps: float = 1.0) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+    def rms_norm(x: Tensor, weight: Any = None, eps: float = 1.0) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+    function = {"layer_norm": layer_norm, "rms_norm": rms_norm}[op]
+    samples = ("model", "odd_width", "no_parameters", "large_eps", "zero_eps")
+    report = check_implementation(function, op, device="cpu", samples=samples)
+    report.raise_if_failed()
+    assert {row.status for row in report.rows} <= {"ok", "imprecise", "differs"}
+
+
+class Attention(torch.nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return textbook(q, k, v)
+
+
+def test_modules_and_their_signatures() -> None:
+    report = judge(Attention(), "plain", "causal")
+    assert {row.backend for row in report.rows} == {"Attention"} and not failed(report)
+    assert "takes no causal" in {row.message for row in report.rows}
+    for wrong in (Attention, F.scaled_dot_product_attention):
+        with pytest.raises(ValueError, match="must be a function, or a module, with a signature"):
+            judge(wrong, "plain")
+    with pytest.raises(ValueError, match=r"must have parameters of fastattn.attention.*got query"):
+        judge(lambda query, key, value: query, "plain")
+    with pytest.raises(ValueError, match=r"require must be of value, .* padding, got 'speed'"):
+        judge(textbook, "plain", require=("speed",))
+
+
+def test_a_forward_alone_is_checked_without_gradients() -> None:
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return textbook(q, k, v).detach()
+
+    rows = judge(forward, "plain").rows
+    assert [r.message for r in rows if r.kind == "gradient"] == ["returns results without a graph"]
+    assert {r.status for r in rows if r.kind != "gradient"} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    "restrictions",
+    [
+        {"causal": True},
+        {"causal": "bottom_right", "window": (3, 0)},
+        {"key_lengths": torch.tensor([3, 7]), "query_lengths": torch.tensor([5, 2])},
+        {"mask": torch.rand(5, 7) > 0.4, "causal": "bottom_right_lengths"},
+        {"mask": torch.randn(2, 1, 5, 7), "key_lengths": torch.tensor([3, 7])},
+    ],
+)
+def test_dense_mask(restrictions: dict[str, Any]) -> None:
+    N = 5 if restrictions.get("causal") is True else 7
+    q, k = torch.randn(2, 2, 5, 8), torch.randn(2, 2, N, 8)
+    mask = dense_mask(q, k, **restrictions)
+    assert dense_mask(q, k) is None and mask is not None
+    weights = fastattn.attention_weights(q, k, **restrictions)
+    torch.testing.assert_close(fastattn.attention_weights(q, k, mask=mask), weights)
+    assert mask.dtype == getattr(restrictions.get("mask"), "dtype", torch.bool)
+
+
+# -- processes of its own --------------------------------------------------------------------------
+KERNELS = """
+import os, time
+import torch.nn.functional as F
+
+def right(q, k, v, *, scale=None):
+    return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True)
+
+def aborts(q, k, v):
+    os.abort() if q.shape[2] == 1 else None
+    return right(q, k, v)
+
+def hangs(q, k, v):
+    time.sleep(1000) if q.shape[2] == 1 else None
+    return right(q, k, v)
+"""
+COMMAND = ("check", "--op=attention", "--device=cpu", "--dtype=fp32", "--jobs=1")
+
+
+@pytest.fixture
+def my_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "my_kernels.py").write_text(KERNELS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_command(my_kernels: Path) -> None:
+    """In the folder of the kernels, with a table, rows and exit codes."""
+    command = [sys.executable, "-m", "fastattn", *COMMAND, "--implementation=my_kernels:right"]
+    environment = {"PYTHONPATH": str(Path(fastattn.__file__).parents[1])}
+    done = subprocess.run(
+        [*command, "--sample=plain", "--sample=gqa", "--require=rerun,padding", "--json=rows.json"],
+        env=os.environ | environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "attention by my_kernels:right on " in done.stdout
+    rows = json.loads((my_kernels / "rows.json").read_text())
+    assert {"value", "gradient", "inputs", "rerun"} <= {row["kind"] for row in rows}
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [("aborts", "its process died: SIGABRT"), ("hangs", "was still running after 15 s")],
+)
+def test_a_crash_or_a_hang_costs_one_row(
+    name: str, message: str, my_kernels: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--sample=one_by_one", "--sample=plain", "--limit=15", "--json=rows.json")
+    assert cli.main([*COMMAND, f"--implementation=my_kernels:{name}", *options]) == 1
+    rows = json.loads((my_kernels / "rows.json").read_text())
+    [lost] = [row for row in rows if row["status"] == "FAIL"]
+    assert (lost["sample"], lost["kind"], lost["message"]) == ("one_by_one", "process", message)
+    assert {r["status"] for r in rows if r["sample"] == "plain" and r["kind"] == "value"} == {"ok"}
+    assert f"one_by_one all process: {message}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "options, named",
+    [
+        (["--implementation=my_kernels"], "must be named module:attribute"),
+        (["--implementation=my_kernels:absent"], "has no attribute 'absent'"),
+        (["--implementation=absent_kernels:right"], "No module named 'absent_kernels'"),
+        (["--implementation=my_kernels:right", "--backend=cpu"], "without --backend"),
+        (["--implementation=my_kernels:right", "--require=speed"], "got 'speed'"),
+    ],
+)
+def test_wrong_options_are_named(
+    options: list[str], named: str, my_kernels: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*COMMAND, *options]) == 2
+    assert named in capsys.readouterr().err

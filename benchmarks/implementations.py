@@ -9,6 +9,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import pkgutil
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 
 import fastattn
 from fastattn.ops._select import explaining
+from fastattn.testing.implementation import load
 from fastattn.testing.spec import Inputs, OpSpec, Workload
 
 Forward = Callable[[Inputs], Any]
@@ -142,6 +144,35 @@ def weights_are_too_large(task: Task, copies: int) -> str | None:
     return f"stores {size:.0f} GiB of weights here" if size > limit else None
 
 
+def implementation_from_elsewhere(spec: OpSpec, path: Path) -> Implementation:
+    """A function or module of a reader, FOLDER/MODULE:ATTRIBUTE, with arguments of the public
+    function. Which of them it gets is found once.
+    """
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    loaded = load(path.name)
+    loaded.check_signature(spec.name)
+
+    def build(task: Task) -> Forward:
+        given = loaded.arguments(spec, task.inputs)
+        moving = [name for name, value in given.items() if value is task.inputs.get(name)]
+        fixed = {name: value for name, value in given.items() if name not in moving}
+        if any(isinstance(x, torch.Tensor) and x.is_floating_point() for x in fixed.values()):
+            return lambda inputs: loaded.call(spec, inputs)  # another layout of the data
+        return lambda inputs: loaded.function(**{n: inputs[n] for n in moving}, **fixed)
+
+    def unsupported(task: Task) -> str | None:
+        try:
+            loaded.arguments(spec, task.inputs)
+        except NotImplementedError as refusal:
+            return str(refusal)
+        return None
+
+    return Implementation(
+        loaded.name, (spec.name,), build, unsupported=unsupported, scores=SCORE_ARGUMENTS
+    )
+
+
 def can_import(module: str) -> bool:
     """Whether a module's file exists. Nothing is imported: some packages take seconds, or fail
     without their GPU.
@@ -198,8 +229,10 @@ def peers(files: tuple[Path, ...] = ()) -> list[Implementation]:
 def implementations(
     spec: OpSpec, device_type: str, files: Sequence[Path] = ()
 ) -> list[Implementation]:
-    """All of one op on one kind of device, fastattn's first."""
-    others = [
-        p for p in peers(tuple(files)) if spec.name in p.ops and device_type in p.device_types
-    ]
-    return fastattn_backends(spec, device_type) + others
+    """All of one op on one kind of device, fastattn's first. files: Python files of peers, or
+    FOLDER/MODULE:ATTRIBUTE.
+    """
+    found = fastattn_backends(spec, device_type)
+    found += [implementation_from_elsewhere(spec, path) for path in files if ":" in path.name]
+    others = peers(tuple(path for path in files if ":" not in path.name))
+    return found + [p for p in others if spec.name in p.ops and device_type in p.device_types]

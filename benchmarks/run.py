@@ -44,6 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--all", action="store_true", help="every implementation on every workload, also slow ones")
     add("--warm", action="store_true", help="one copy of the inputs, so that caches stay warm")
     add("--peer", action="append", type=Path, metavar="FILE", help="another file of peers")
+    add(
+        "--implementation", action="append", metavar="MODULE:ATTR", default=[],
+        help="a function or module with the arguments of --op, beside its peers",
+    )  # fmt: skip
     add("--threads", type=int, default=0, help="torch's CPU threads")
     add("--stage-seconds", type=float, default=STAGE_SECONDS, help="limit of a stage of one case")
     add("--list", action="store_true", help="print the cases and exit")
@@ -59,8 +63,13 @@ def settings_of(options: argparse.Namespace) -> Settings:
         cold=not options.warm,
         plan=plan,
         stage_seconds=options.stage_seconds,
-        peer_files=tuple(options.peer or ()),
+        peer_files=files_of(options),
     )
+
+
+def files_of(options: argparse.Namespace) -> tuple[Path, ...]:
+    named = [Path.cwd() / name for name in options.implementation]
+    return (*(options.peer or ()), *named)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,6 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_arguments(parser)
     options = parser.parse_args(arguments)
     started = time.monotonic()
+    if options.implementation and len(options.op or ()) != 1:
+        parser.error("--implementation needs one --op")
     groups = cases.groups(
         options.device,
         only_ops=options.op or (),
@@ -75,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         dtypes=options.dtype or (),
         quick=options.quick,
         every_implementation=options.all,
-        peer_files=options.peer or (),
+        peer_files=files_of(options),
     )
     if options.list:
         print("\n".join(name for group in groups for name in group.cases))
@@ -101,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.resume and results.exists():
             collected, groups = _continued(results, groups, runner.environment)
             known = {row["impl"] for row in rows.read_all(results) if row["status"] == "absent"}
-        missing = cases.absent_peers(options.device, options.op or (), options.peer or ())
+        missing = cases.absent_peers(options.device, options.op or (), files_of(options))
         for name, (served, why) in missing.items():
             print(f"absent: {name} ({', '.join(served)}) {why}")
             if name not in known:

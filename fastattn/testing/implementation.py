@@ -63,14 +63,14 @@ class Implementation:
 
     def call(self, spec: OpSpec, inputs: Inputs) -> tuple[Tensor, ...]:
         """At most as many outputs as the op has results, in the layout of the results."""
-        found = self.function(**self._arguments(spec, inputs))
+        found = self.function(**self.arguments(spec, inputs))
         outputs = tuple(found) if isinstance(found, tuple | list) else (found,)
         outputs = tuple(x for x in outputs[: len(spec.results)] if x is not None)
         if not outputs or not all(isinstance(x, Tensor) for x in outputs):
             raise TypeError(f"must return a tensor or a tuple of tensors, got {type(found)}")
         return spec.outputs(outputs)
 
-    def _arguments(self, spec: OpSpec, inputs: Inputs) -> Inputs:
+    def arguments(self, spec: OpSpec, inputs: Inputs) -> Inputs:
         """The arguments that differ from the function's defaults; raises NotImplementedError if it
         lacks one that differs from fastattn's.
         """

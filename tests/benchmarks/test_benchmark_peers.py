@@ -495,3 +495,30 @@ def test_decoder_whose_process_ends() -> None:
     for _ in range(2):
         with pytest.raises(RuntimeError, match="process of the decoder ended with exit code 7"):
             decoder(task.inputs)
+
+
+def test_implementations_from_elsewhere(tmp_path: Path) -> None:
+    """A function named by its module is a candidate with the arguments that its signature has."""
+    (tmp_path / "their_kernels.py").write_text(
+        "import torch.nn.functional as F\n"
+        "def attention(q, k, v, *, causal=False):\n"
+        "    assert causal in (False, True)\n"
+        "    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)\n"
+        "    return out, None\n"
+    )
+    files = [tmp_path / "their_kernels:attention"]
+    found = cases.implementations_of("attention", "cpu", files)
+    [candidate] = [c for c in found if c.name == "their_kernels:attention"]
+    verdicts = {}
+    for name, options in DENSE.items():
+        workload = _dense(**options)
+        benchmark = OpBenchmark(cases.specs()["attention"], workload, CPU, torch.float32)
+        verdicts[name] = benchmark.refusal(candidate)
+        if verdicts[name] is None:
+            benchmark.prepare_oracle(candidate)
+            benchmark.build(candidate)
+            assert all(benchmark.check(candidate, d).ok for d in ("fwd", "bwd"))
+    assert verdicts == {
+        "full": None, "causal": None, "window": "takes no window", "bias": "takes no mask",
+        "grouped": None,
+    }  # fmt: skip

@@ -5,6 +5,7 @@ right ones pass.
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -92,51 +93,17 @@ class _Changed(torch.autograd.Function):
         return ctx.change(dx), None
 
 
-def zeros(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
-    return q.new_zeros(*q.shape[:3], v.shape[3])
-
-
-def other_corner(q: Tensor, k: Tensor, v: Tensor, causal: bool | str = False) -> Tensor:
-    corners = {"top_left": "bottom_right", "bottom_right": "top_left"}
-    return textbook(q, k, v, causal=corners.get(str(causal), causal))
-
-
-def off_by_one(q: Tensor, k: Tensor, v: Tensor, causal: bool | str = False) -> Tensor:
-    if causal is not True:
-        return textbook(q, k, v, causal=causal)
-    return textbook(q, k, v, mask=q.new_ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(1))
-
-
-def without_scale(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return textbook(q, k, v, scale=1.0)
-
-
-def without_maximum(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
-    return textbook(q, k, v, scale=scale, softmax=lambda s: s.exp() / s.exp().sum(-1, True))
+def of_first_head(x: Tensor, q: Tensor) -> Tensor:
+    """Repeats key heads; only the first query head of a group has a gradient."""
+    G = q.shape[1] // x.shape[1]
+    first = (torch.arange(q.shape[1]) % G == 0)[:, None, None]
+    return _Changed.apply(x.repeat_interleave(G, 1), lambda d: d * first)
 
 
 def in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    out = textbook(q.clone(), k.clone(), v.clone())
+    out = textbook(q.clone(), k, v)
     q.data.mul_(q.shape[-1] ** -0.5)
     return out
-
-
-def detached(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return textbook(q, k, v.detach())
-
-
-def unscaled_backward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return textbook(_Changed.apply(q, lambda dq: dq * q.shape[-1] ** 0.5), k, v)
-
-
-def unsummed_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    G = q.shape[1] // k.shape[1]
-
-    def of_first_head(x: Tensor) -> Tensor:
-        first = torch.arange(q.shape[1]) % G == 0
-        return _Changed.apply(x.repeat_interleave(G, 1), lambda d: d * first[:, None, None])
-
-    return textbook(q, of_first_head(k), of_first_head(v))
 
 
 def reads_new_memory(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -145,66 +112,86 @@ def reads_new_memory(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out + torch.where(memory.isnan(), torch.nan, 0.0).view_as(out)
 
 
-_calls = itertools.count()
+def off_by_one(q: Tensor, k: Tensor, v: Tensor, causal: Any = False) -> Tensor:
+    if causal is not True:
+        return textbook(q, k, v, causal=causal)
+    return textbook(q, k, v, mask=q.new_ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(1))
 
 
-def other_bits(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return textbook(q, k, v) * (1 + 2.0**-23 * (next(_calls) % 5))
-
-
-def split_by_batch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return textbook(q, k, v) * (1 + 2.0**-23 * (q.shape[0] == 1))
-
-
-def wrong_for_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return textbook(q, k, v) * (1.01 if q.shape[0] == 1 else 1.0)
-
-
-def reads_padding(q: Tensor, k: Tensor, v: Tensor, key_lengths: Tensor | None = None) -> Tensor:
-    return textbook(q, k, v, key_lengths=key_lengths, blocked=-20.0)
-
-
-def nan_rows(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    return textbook(q, k, v, mask=mask, empty=torch.nan)
-
-
-def too_short(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return textbook(q, k, v)[:, :, :-1]
-
-
-def too_few_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def other_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if q.shape[1] != k.shape[1]:
         raise RuntimeError("expected as many heads")
     return textbook(q, k, v)
 
 
-@pytest.mark.parametrize(
-    "function, samples, kinds",
-    [
-        (zeros, ("plain", "scale"), {"value"}),
-        (other_corner, ("two_by_nine",), {"value", "gradient"}),
-        (off_by_one, ("two_by_two", "plain"), {"value", "gradient"}),
-        (without_scale, ("odd_sizes",), {"value", "gradient"}),
-        (without_maximum, ("huge_logits", "plain"), {"value", "gradient"}),
-        (in_place, ("plain",), {"inputs"}),
-        (detached, ("plain",), {"gradient"}),
-        (unscaled_backward, ("plain",), {"gradient"}),
-        (unsummed_heads, ("gqa", "plain"), {"gradient"}),
-        (reads_new_memory, ("plain",), {"fresh memory"}),
-        (other_bits, ("plain",), {"rerun"}),
-        (split_by_batch, ("plain",), {"batch bits"}),
-        (wrong_for_one, ("plain",), {"batch", "batch bits"}),
-        (reads_padding, ("key_lengths",), {"finite padding"}),
-        (nan_rows, ("bool_mask_dead", "bool_mask_rows"), {"empty rows"}),
-        (too_short, ("plain",), {"value", "call"}),
-        (too_few_heads, ("gqa",), {"call"}),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_wrong_kernels_fail(function: Any, samples: tuple[str, ...], kinds: set[str]) -> None:
+_CALLS = itertools.count()
+_CORNERS = {"top_left": "bottom_right", "bottom_right": "top_left"}
+_LAST_BIT = 1 + 2.0**-23
+WRONG: dict[str, tuple[Callable[..., Tensor], tuple[str, ...], set[str]]] = {
+    "zeros": (lambda q, k, v, scale=None: torch.zeros_like(q), ("gqa", "scale_l"), {"value"}),
+    "other corner": (
+        lambda q, k, v, causal=False: textbook(q, k, v, causal=_CORNERS.get(causal, causal)),
+        ("two_by_nine",),
+        {"value", "gradient"},
+    ),
+    "off by one": (off_by_one, ("two_by_two", "plain"), {"value", "gradient"}),
+    "no scale": (
+        lambda q, k, v: textbook(q, k, v, scale=1.0), ("odd_sizes",), {"value", "gradient"},
+    ),
+    "no maximum": (
+        lambda q, k, v, scale=None: textbook(
+            q, k, v, scale=scale, softmax=lambda s: s.exp() / s.exp().sum(-1, True)
+        ),
+        ("huge_logits", "plain"),
+        {"value", "gradient"},
+    ),
+    "in place": (in_place, ("plain",), {"inputs"}),
+    "detached": (lambda q, k, v: textbook(q, k, v.detach()), ("plain",), {"gradient"}),
+    "backward without scale": (
+        lambda q, k, v: textbook(_Changed.apply(q, lambda d: d * q.shape[-1] ** 0.5), k, v),
+        ("plain",),
+        {"gradient"},
+    ),
+    "heads not summed": (
+        lambda q, k, v: textbook(q, of_first_head(k, q), of_first_head(v, q)),
+        ("gqa", "plain"),
+        {"gradient"},
+    ),
+    "new memory": (reads_new_memory, ("plain",), {"fresh memory"}),
+    "other bits": (
+        lambda q, k, v: textbook(q, k, v) * _LAST_BIT ** (next(_CALLS) % 5), ("plain",), {"rerun"},
+    ),
+    "split by batch": (
+        lambda q, k, v: textbook(q, k, v) * _LAST_BIT ** (q.shape[0] == 1),
+        ("plain",),
+        {"batch bits"},
+    ),
+    "wrong alone": (
+        lambda q, k, v: textbook(q, k, v) * (1.01 if q.shape[0] == 1 else 1.0),
+        ("plain",),
+        {"batch", "batch bits"},
+    ),
+    "reads padding": (
+        lambda q, k, v, key_lengths=None: textbook(q, k, v, key_lengths=key_lengths, blocked=-20.0),
+        ("key_lengths",),
+        {"finite padding"},
+    ),
+    "NaN rows": (
+        lambda q, k, v, mask=None: textbook(q, k, v, mask=mask, empty=torch.nan),
+        ("bool_mask_dead", "bool_mask_rows"),
+        {"empty rows"},
+    ),
+    "too short": (lambda q, k, v: textbook(q, k, v)[:, :, :-1], ("plain",), {"value", "call"}),
+    "other heads": (other_heads, ("gqa",), {"call"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_kernels_fail(name: str) -> None:
+    function, samples, kinds = WRONG[name]
     report = judge(function, *samples, require=(*HELD, "batch bits"))
     assert failed(report) == kinds, report.table()
-    with pytest.raises(AssertionError, match=f"attention by {function.__name__}"):
+    with pytest.raises(AssertionError, match="attention by "):
         report.raise_if_failed()
 
 
@@ -224,7 +211,7 @@ def test_results_that_round_weights_are_imprecise() -> None:
 
 
 def test_what_is_not_required_does_not_fail() -> None:
-    report = judge(nan_rows, "bool_mask_rows", require=("value", "gradient"))
+    report = judge(WRONG["NaN rows"][0], "bool_mask_rows", require=("value", "gradient"))
     report.raise_if_failed()
     [out, *_] = [row for row in report.rows if row.status == "differs"]
     assert (out.kind, out.result, out.message) == ("empty rows", "out", "nan, expected 0")
@@ -393,7 +380,10 @@ def test_command(my_kernels: Path) -> None:
 
 @pytest.mark.parametrize(
     "name, message",
-    [("aborts", "its process died: SIGABRT"), ("hangs", "was still running after 15 s")],
+    [
+        ("aborts", "its process died: SIGABRT"),
+        pytest.param("hangs", "was still running after 15 s", marks=pytest.mark.slow),
+    ],
 )
 def test_a_crash_or_a_hang_costs_one_row(
     name: str, message: str, my_kernels: Path, capsys: pytest.CaptureFixture[str]
@@ -405,6 +395,21 @@ def test_a_crash_or_a_hang_costs_one_row(
     assert (lost["sample"], lost["kind"], lost["message"]) == ("one_by_one", "process", message)
     assert {r["status"] for r in rows if r["sample"] == "plain" and r["kind"] == "value"} == {"ok"}
     assert f"one_by_one all process: {message}" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_kernel_of_the_documentation(my_kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter; without the line that the page says, it fails."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    page = (Path(__file__).parents[2] / "docs/pages/test-your-kernel.md").read_text()
+    [source] = re.findall(r'^```py title="my_kernels.py"\n(.*?)^```', page, re.M | re.S)
+    (my_kernels / "page_kernels.py").write_text(source)
+    [line] = [line for line in source.splitlines() if "# the last block" in line]
+    (my_kernels / "broken_kernels.py").write_text(source.replace(line, ""))
+    for module, kinds in (("page_kernels", set()), ("broken_kernels", {"value"})):
+        report = judge(f"{module}:my_attention", "one_key", "causal", "d128", require=HELD)
+        assert failed(report) == kinds, report.table()
+        assert {row.sample for row in report.rows if row.status == "ok"} >= {"causal", "d128"}
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ def test_another_backward_follows_the_forward(name: str, monkeypatch: pytest.Mon
     op, sample = SPECS[name], OWN[name][1]
     oracle = Oracle(op, sample, BF16)
     on_host.replace(monkeypatch, [f"{name}_fwd"])
-    for result, value in _run(op, sample, sample.inputs("cpu", BF16), "reference").items():
+    for result, value in run_op(op, sample, sample.inputs("cpu", BF16), "reference").items():
         comparison = oracle.judge(result, value)
         assert comparison.ok, f"{result}: {comparison.message}"
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from fastattn import cli
 from fastattn.ops import _env, _native, _verified
 from fastattn.ops._op import OPS
-from fastattn.testing import all_specs, check, isolation, lines
+from fastattn.testing import all_specs, check, isolation, lines, report
 from fastattn.testing.oracle import Oracle, output_gradients
 from fastattn.testing.properties import fill_positions
 
@@ -401,7 +401,7 @@ def test_a_drawn_call_that_fails_is_named(
     shown = capsys.readouterr().out
     assert "(--op attention --fuzz 1 --seed 7: {'B': " in shown
     row = check.Row("attention", "cpu", "cpu", "fp32", "drawn_7", "lse", "ok", 1, 1, torch_error=2)
-    assert "lse of drawn_7 ({'B': " in check._torch_errors([row])[-2]
+    assert "lse of drawn_7 ({'B': " in report._torch_errors([row])[-2]
 
 
 def test_rows_are_written_as_they_come(

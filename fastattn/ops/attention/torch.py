@@ -72,9 +72,18 @@ def _has_huge_scores(call: BackwardCall) -> bool:
     lse, q, k = call.lse, call.q, call.k
     if not lse.is_cpu or q.numel() == 0 or k.numel() == 0:
         return False
+    if bool((lse.nan_to_num(neginf=0.0).abs() > _HUGE).any()):
+        return True
+    if _largest_products(q, k) * abs(call.scale) <= _HUGE:
+        return False
+    t = prepare(call, False)  # without values at dead positions, which must not decide
+    return _largest_products(t.q, t.k) * abs(call.scale) > _HUGE
+
+
+def _largest_products(q: Tensor, k: Tensor) -> float:
+    """A bound of the products that a score adds up; NaN if a value is."""
     largest_q, largest_k = (torch.linalg.vector_norm(x, math.inf).item() for x in (q, k))
-    terms = largest_q * largest_k * q.shape[3] * abs(call.scale)
-    return terms > _HUGE or bool((lse.nan_to_num(neginf=0.0).abs() > _HUGE).any())
+    return largest_q * largest_k * q.shape[3]
 
 
 # -- attention_fwd ---------------------------------------------------------------------------------

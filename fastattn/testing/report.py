@@ -1,7 +1,7 @@
 """Tables of the rows that checks give."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -80,6 +80,12 @@ def _totals(rows: Sequence[Row]) -> str:
     return ", ".join([end, *(f"{count[s]} {s}" for s in others if count[s])])
 
 
+def status_counts(rows: Iterable[Row]) -> Counter[str]:
+    """How many results have each status; for checks without an error, how many samples."""
+    found = {(r.dtype, r.sample, r.result if r.kind in _SIZED else "", r.status) for r in rows}
+    return Counter(status for *_, status in found)
+
+
 def nothing_checked(rows: Sequence[Row]) -> bool:
     return all(row.status in ("refused", "skipped", "raised", "left out") for row in rows)
 
@@ -107,7 +113,7 @@ class Report:
                 groups.setdefault((row.kind, dtype), []).append(row)
         order = (*KINDS, "process")
         for (kind, dtype), rows in sorted(groups.items(), key=lambda item: order.index(item[0][0])):
-            count = Counter(row.status for row in rows)
+            count = status_counts(rows)
             ratios = sorted(row.error / row.allowed for row in rows if row.allowed)
             sizes = (f"{ratios[-1]:.3g}", f"{median(ratios):.3g}") if ratios else ("", "")
             required = "yes" if kind in (*self.require, "process") else ""

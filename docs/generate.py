@@ -373,6 +373,44 @@ def families() -> str:
     ])  # fmt: skip
 
 
+_CONVENTIONS = ("fresh memory", "rerun", "batch", "batch bits", "empty rows", "finite padding",
+                "NaN padding")  # fmt: skip
+
+
+def conformance() -> str:
+    """What `benchmarks.conformance` found: counts of checks, and failures by sample."""
+    lines = (RESULTS / "conformance" / "cpu.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+
+    def cell(row: dict[str, Any], kind: str) -> str:
+        count = row["checks"].get(kind, {})
+        total = sum(count.values())
+        text = f"{count.get('ok', 0)} of {total}" if total else ""
+        return text + (f", {n} imprecise" if (n := count.get("imprecise")) else "")
+
+    counts, failures, times = [], [], []
+    for row in rows:
+        name = f"`{row['op']}`: {row['implementation']}"
+        medians = ", ".join(f"{dtype} {x:.2g}" for dtype, x in row["median"].items())
+        counts.append([name, cell(row, "value"), cell(row, "gradient"), medians])
+        times.append([name, *(cell(row, kind) for kind in _CONVENTIONS)])
+        found: dict[str, dict[str, list[str]]] = {}
+        for dtype, sample, _, result, _ in row["failures"]:
+            found.setdefault(sample, {}).setdefault(dtype, []).append(result)
+        for sample, by_dtype in found.items():
+            what = "; ".join(f"{dtype} {', '.join(names)}" for dtype, names in by_dtype.items())
+            failures.append([name, f"`{sample}`", what])
+    versions = sorted({row["versions"] for row in rows})
+    return "\n\n".join([
+        f"{rows[0]['device']}; {'; '.join(versions)}.",
+        table(["implementation", "value", "gradient", "median error / allowed"], counts),
+        "What only fastattn defines, or asks for:",
+        table(["implementation", *_CONVENTIONS], times),
+        "Failures, by sample:",
+        table(["implementation", "sample", "results"], failures),
+    ])  # fmt: skip
+
+
 def generation_results() -> str:
     """Decoding beside other libraries on CPUs, and `generate` of patched models, as recorded."""
     parts = []
@@ -513,6 +551,7 @@ TEXTS: dict[str, Callable[[], str]] = {
     "op_families": op_families,
     "results": results,
     "families": families,
+    "conformance": conformance,
     "generation_results": generation_results,
     "hopper_attention": hopper_attention,
     "hopper_rest": hopper_rest,

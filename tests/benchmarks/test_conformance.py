@@ -1,0 +1,52 @@
+"""The implementations of the field: their adapters pass what every implementation can compute."""
+
+import pytest
+import torch
+
+from benchmarks import conformance
+from examples.conformance import pytorch_cpu
+from fastattn.testing import check_implementation
+
+SAMPLES = ("plain", "causal", "key_lengths", "gqa", "bool_mask_keys", "softcap", "sinks_gqa",
+           "odd_width", "one_row")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", conformance.IMPLEMENTATIONS)
+def test_implementations(name: str) -> None:
+    op, attribute, package = conformance.IMPLEMENTATIONS[name]
+    if package:
+        pytest.importorskip(package)
+    function = getattr(conformance, attribute)
+    # FlexAttention traces every call, which takes seconds.
+    samples, dtypes = ("two_by_two",) if attribute == "flex" else SAMPLES, (torch.float32,)
+    report = check_implementation(function, op, device="cpu", dtypes=dtypes, samples=samples)
+    report.raise_if_failed()
+    line = conformance.summary(name, report, "torch")
+    assert line["checks"]["value"] == {"ok": line["checks"]["value"]["ok"]}
+    assert not line["raised"]
+    reasons = ("takes ", "has ", "FlexAttention does not support backward on CPU")
+    assert all(reason.startswith(reasons) for reason in line["refused"])
+    assert attribute == "flex" or line["checks"]["gradient"]["ok"] > 2
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="of torch 2.13")
+def test_reproductions() -> None:
+    """The failures that the page lists; PyTorch's math backend has none of them."""
+    flash, math = pytorch_cpu.SDPBackend.FLASH_ATTENTION, pytorch_cpu.SDPBackend.MATH
+    for scale in (0.0, -0.25):
+        assert pytorch_cpu.causal_with_scale(scale, flash) == float("inf")
+        assert pytorch_cpu.causal_with_scale(scale, math) < 1e-6
+    assert min(pytorch_cpu.gradients_of_large_scores(2.0**14, flash)) > 0.1
+    assert max(pytorch_cpu.gradients_of_large_scores(2.0**14, math)) < 1e-6
+    assert sum(pytorch_cpu.not_finite_gradients(flash)) > 0
+    assert sum(pytorch_cpu.not_finite_gradients(math)) == 0
+    error, largest = pytorch_cpu.bias_gradient_of_layer_norm(torch.bfloat16, 1500)
+    assert error > 0.01 * largest
+
+
+def test_reproductions_with_transformers() -> None:
+    pytest.importorskip("transformers")
+    from examples.conformance import transformers_cpu
+
+    assert transformers_cpu.not_finite(300.0, torch.float16) == 2080
+    assert transformers_cpu.not_finite(300.0, torch.bfloat16) == 0

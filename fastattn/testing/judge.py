@@ -128,8 +128,12 @@ def judge_sample(
     results = trial.with_defined_rows(trial.make(), results)
     torch_errors, right = trial.oracle.torch_errors(), True
     for name, x in results.items():
-        comparison = trial.oracle.judge(name, x)
         kind, status = "value" if name in spec.results else "gradient", "ok"
+        if x.dtype != (dtype_of_op := trial.oracle.same[name].dtype):
+            rows.append(fault(name, kind, f"{x.dtype}, expected {dtype_of_op}"))
+            right = False
+            continue
+        comparison = trial.oracle.judge(name, x)
         if not comparison.ok and trial.oracle.judge(name, x, rounded=True).ok:
             status = "FAIL" if "precision" in require else "imprecise"
         elif not comparison.ok:
@@ -190,12 +194,18 @@ class _Trial:
             if douts is None:
                 self._find_oracle(outputs, any(inputs[name].requires_grad for name in before))
                 douts = self.oracle.douts
-            given = tuple(d.to(o.device, o.dtype) for d, o in zip(douts, outputs, strict=False))
+            pairs = zip(douts, outputs, strict=False)
+            given = tuple(d.to(o.device, o.dtype, copy=True) for d, o in pairs)
+            copies = [d.clone() for d in given]
             results = with_gradients(self.spec, self.sample, inputs, outputs, lambda *_: given)
         for name, x in before.items():
             if not same_bits(x, inputs[name].detach()):
                 self.modified[name] = None
-        return results
+        for name, x, copy in zip(self.spec.results, given, copies, strict=False):
+            if not same_bits(x, copy):
+                self.modified[f"gradient of {name}"] = None
+        # Copies: an implementation may write its next results into the same memory.
+        return {name: x.clone() for name, x in results.items()}
 
     def _find_oracle(self, outputs: tuple[Tensor, ...], differentiable: bool) -> None:
         graph = {n: o.requires_grad for n, o in zip(self.spec.results, outputs, strict=False)}

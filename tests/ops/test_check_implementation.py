@@ -106,6 +106,22 @@ def in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out
 
 
+def writes_gradient(d: Tensor) -> Tensor:
+    copy = d.clone()
+    d.zero_()
+    return copy
+
+
+_BUFFERS: dict[Any, Tensor] = {}
+
+
+def one_buffer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The results of all calls are in the same memory, with other bits."""
+    out = textbook(q, k, v) * _LAST_BIT ** (next(_CALLS) % 5)
+    out.data = _BUFFERS.setdefault(out.shape, torch.empty_like(out)).detach().copy_(out.detach())
+    return out
+
+
 def reads_new_memory(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     out = textbook(q, k, v)
     memory = torch.empty(1 << 23)[: out.numel()]  # so large that the system fills it with 0
@@ -146,6 +162,13 @@ WRONG: dict[str, tuple[Callable[..., Tensor], tuple[str, ...], set[str]]] = {
         {"value", "gradient"},
     ),
     "in place": (in_place, ("plain",), {"inputs"}),
+    "gradient in place": (
+        lambda q, k, v: _Changed.apply(textbook(q, k, v), writes_gradient), ("plain",), {"inputs"},
+    ),
+    "other dtype": (
+        lambda q, k, v: textbook(q, k, v).bfloat16(), ("plain",), {"value"},
+    ),
+    "one buffer": (one_buffer, ("plain",), {"rerun"}),
     "detached": (lambda q, k, v: textbook(q, k, v.detach()), ("plain",), {"gradient"}),
     "backward without scale": (
         lambda q, k, v: textbook(_Changed.apply(q, lambda d: d * q.shape[-1] ** 0.5), k, v),

@@ -216,7 +216,7 @@ class Block:
     # -- arguments of the op ----------------------------------------------------------------------
     @property
     def _distances(self) -> slice:
-        """Of the entries of distance_bias, without own lengths."""
+        """Slice of the entries of distance_bias, without own lengths."""
         first = self.key - self.query + self.call.M - self.at.rows
         return slice(first, first + self.at.rows + self.at.keys - 1)
 

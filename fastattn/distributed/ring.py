@@ -95,7 +95,7 @@ class Ring:
         return chunks_of(self.size, (self.rank - step) % self.size, self.key_balanced)
 
     def global_rank(self, rank: int) -> int:
-        """Of a rank in the group, modulo its size."""
+        """The global rank of a rank in the group, modulo its size."""
         rank = rank % self.size
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 

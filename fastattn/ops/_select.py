@@ -166,7 +166,7 @@ def _is_verified_architecture(backend: Backend, device: torch.device) -> bool:
 
 
 def _automatic(op: "Op", device: torch.device) -> list[str]:
-    """What is chosen without a record of the user."""
+    """Names of the backends that are chosen if the user has no record."""
     return [
         name
         for name, backend in op.backends.items()

@@ -187,7 +187,7 @@ def _main(names: Sequence[str]) -> None:
 # -- tests -----------------------------------------------------------------------------------------
 @functools.cache
 def _results(quick: bool) -> Any:
-    """What `_main` prints, where memory that is freed returns to the system at once."""
+    """The output of `_main` in a process that returns freed memory to the system at once."""
     names = [name for name in CASES if (name in QUICK) == quick]
     variables = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
     variables |= {"MALLOC_TOP_PAD_": "0", "PYTHONMALLOC": "malloc", "MALLOC_ARENA_MAX": "1"}

@@ -50,7 +50,7 @@ struct GradientRow {
   Bias bias;
   float m, log_sum, delta;
   TileDropout::Row drawn;
-  // Of kChanged.
+  // Used if kChanged.
   float inverse_cap;   // 0 without a soft cap
   float* by_distance;  // where the row's ds are added, null: not wanted
 
@@ -284,7 +284,7 @@ class Gradients {
   void add_tile_sums(float* sums) const {
     const int rows = live_.end - live_.begin;
     const int columns = smaller(columns_, sequence_.keys - first_key_);
-    // Of the last row and the first column.
+    // Sum of the pair in the last row and the first column.
     const float* first = memory_.by_distance + kTileRows - live_.end + 1;
     float* const result = sums + first_key_ - first_row_ + sequence_.queries - live_.end;
     for_vectors(rows + columns - 1, [&](auto lanes, int64_t t) {

@@ -18,8 +18,8 @@ template <bool kDrops>
 class BoxDropout {
  public:
   static constexpr int kColumnGroups = kSliceColumns / 8, kValues = 4 * kColumnGroups;
-  // Of a slice of a box: for [group of eight columns][row of the two], a word with the bytes of
-  // this lane's two columns at the top.
+  // Dropout words of a slice: for [group of eight columns][row of the two], a word with the bytes
+  // of this lane's two columns at the top.
   struct Words {
     uint32_t of[kDrops ? kColumnGroups : 1][2];
   };

@@ -35,7 +35,7 @@ struct TileEpilogue {
   // In each group of eight columns a thread has two adjacent ones, of two rows.
   static constexpr int kGroupColumns = 8;
   static constexpr int kTileGroups = Traits::kOutColumns / kGroupColumns;
-  // Of a box, a slice is in registers at a time, as two matrices of 16 x 16 elements:
+  // Values in registers: one slice of a box at a time, as two matrices of 16 x 16 elements:
   // [matrix][group of eight][row of two][column of two].
   static constexpr int kMatrices = kSliceColumns / sm90::kMmaK;
   static constexpr int kMatrixValues = sm90::kMmaK / 2, kValues = kMatrices * kMatrixValues;
@@ -459,7 +459,7 @@ struct TileEpilogue {
   }
 
   // -- sums of columns ----------------------------------------------------------------------------
-  // Of a slice. Rows outside the result add 0: their da is 0.
+  // Adds the sums of a slice. Rows outside the result add 0: their da is 0.
   static __device__ __forceinline__ void add(float (&sums)[kPairs][kSums], const Values& v,
                                              int slice) {
 #pragma unroll

@@ -4,7 +4,7 @@ import contextlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import triton
 import triton.backends.nvidia
 from triton.backends.amd.compiler import HIPBackend
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import compiler as nvidia
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction
 
@@ -144,25 +145,53 @@ def compiled_for(arch: str) -> Iterator[list[Any]]:
                 function.device_caches.clear()
 
 
+class _Allocated(Exception):
+    """Raised where the rest of a compilation is left out."""
+
+
 @contextlib.contextmanager
-def allocated_for(arch: str) -> Iterator[list[Any]]:
-    """As `compiled_for`, without machine code: what the kernels' metadata say of shared and tensor
-    memory is final.
+def without_code() -> Iterator[None]:
+    """Inside, kernels are compiled up to the allocation of shared and tensor memory: what their
+    metadata say of it is final.
     """
 
-    def name_alone(llir: str, metadata: dict[str, Any]) -> str:
-        [metadata["name"]] = re.findall(r"^define \w+_kernel void @(\w+)", llir, re.MULTILINE)
-        return ""
+    def stop(*args: Any) -> None:
+        raise _Allocated
+
+    def allocating(make_llir: Callable[..., str]) -> Callable[..., str]:
+        def allocate(*args: Any) -> str:
+            # Behind self, which AMD's has not: a module, metadata, options.
+            module, metadata = args[:2] if isinstance(args[1], dict) else args[1:3]
+            metadata["name"] = module.get_entry_func_name()
+            with contextlib.suppress(_Allocated):
+                make_llir(*args)
+            metadata["shared"] = module.get_int_attr("ttg.shared")
+            metadata["tmem_size"] = module.get_int_attr("ttg.tensor_memory_size")
+            for kind in ("global", "profile"):
+                metadata |= {f"{kind}_scratch_size": 0, f"{kind}_scratch_align": 1}
+            return ""
+
+        return allocate
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CUDABackend, "make_ptx", lambda self, llir, data, *_: name_alone(llir, data))
+        patch.setattr(nvidia.nvidia.passes.ttgpuir, "add_to_llvmir", lambda *_: None)
+        patch.setattr(triton.knobs.compilation, "disable_line_info", True)  # in LLVM's operations
+        patch.setattr(nvidia.llvm, "to_module", stop)
+        patch.setattr(CUDABackend, "make_llir", allocating(CUDABackend.make_llir))
+        patch.setattr(CUDABackend, "make_ptx", lambda *_: "")
         patch.setattr(CUDABackend, "make_cubin", lambda *_: b"")
-        amdgcn = staticmethod(lambda llir, data, *_: name_alone(llir, data))
-        patch.setattr(HIPBackend, "make_amdgcn", amdgcn)
+        patch.setattr(HIPBackend, "make_llir", staticmethod(allocating(HIPBackend.make_llir)))
+        patch.setattr(HIPBackend, "make_amdgcn", staticmethod(lambda *_: ""))
         patch.setattr(HIPBackend, "make_hsaco", staticmethod(lambda *_: b""))
         patch.setattr(triton.knobs.cache, "dir", f"{triton.knobs.cache.dir}/allocated")
-        with compiled_for(arch) as found:
-            yield found
+        yield
+
+
+@contextlib.contextmanager
+def allocated_for(arch: str) -> Iterator[list[Any]]:
+    """As `compiled_for`, without machine code."""
+    with without_code(), compiled_for(arch) as found:
+        yield found
 
 
 def check_memory(kernels: Iterable[Any], arch: str) -> None:

@@ -71,13 +71,12 @@ def cross_section(
     always: Mapping[Any, Sequence[str]],
     sizes: Sequence[Any],
     features: Iterable[str],
-    whole: Sequence[Any] = (),
 ) -> list[Any]:
     """Parameters (arch, size, feature): `always` has the features of a size that the quick run
     compiles, the slow run adds those `in_turns`.
     """
     quick = [(size, feature) for size in sizes for feature in always.get(size, ())]
-    slow = sorted(in_turns(arch, sizes, features, whole) - set(quick))
+    slow = sorted(in_turns(arch, sizes, features) - set(quick))
     return [
         pytest.param(arch, size, feature, marks=marks, id=f"{arch}-{size}-{feature}")
         for pairs, marks in ((quick, ()), (slow, pytest.mark.slow))

@@ -12,11 +12,6 @@ def environment(**variables: str) -> dict[str, str]:
     return mine | {"OMP_NUM_THREADS": "1"} | variables
 
 
-def passed_in_the_interpreter(file: str, *options: str) -> int:
-    """Runs a file's tests in Triton's interpreter and returns their number."""
-    return passed_with(*options, file, TRITON_INTERPRET="1")
-
-
 def passed_with(*options: str, **variables: str) -> int:
     """Runs pytest with these options, checks that all tests pass, and returns their number."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *options]

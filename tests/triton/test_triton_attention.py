@@ -1,11 +1,12 @@
 """The forward of attention in Triton: values.
 
-On a GPU every sample runs natively. Without one, this file runs itself once more in Triton's
-interpreter, on the samples that are small enough.
+On a GPU every sample runs natively. Without one, test_in_the_interpreter.py runs this file
+in Triton's interpreter, on the samples that are small enough.
 """
 
 # ruff: noqa: E402  (the interpreter is patched before kernels are imported)
 
+import functools
 import itertools
 import zlib
 from collections.abc import Sequence
@@ -14,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from subprocesses import passed_in_the_interpreter
 from torch import Tensor
 
 from fastattn.ops import _env
@@ -27,7 +27,6 @@ if _env.interpreting():
 
 import triton.language as tl
 from attention_options import BASE, CHANGES, PACKED_BASE, PACKED_CHANGES, packed_scores
-from compiled_kernels import compiles
 
 from benchmarks import tune
 from benchmarks.tune_attention import AttentionTask
@@ -185,12 +184,21 @@ def test_packed_sample(sample: Sample) -> None:
     _check_packed(sample)
 
 
+def _calls(**options: Any) -> Sample:
+    return Sample("calls", "", partial(make_inputs, **BASE | options), ())
+
+
+@functools.cache
+def _check_base() -> None:
+    _check(_arguments(_calls(), FP16))
+
+
 @runs
 @pytest.mark.parametrize("change", CHANGES)
 def test_cache_tells_calls_apart_by_options(change: str) -> None:
     """Cached launches of one call are not used for the other."""
-    for options in (BASE, BASE | CHANGES[change]):
-        _check(_arguments(Sample("calls", "", partial(make_inputs, **options), ()), FP16))
+    _check_base()
+    _check(_arguments(_calls(**CHANGES[change]), FP16))
 
 
 @runs
@@ -206,11 +214,20 @@ def test_cache_tells_calls_apart_by_strides(name: str) -> None:
     _check((*args[:at], wider, *args[at + 1 :]))
 
 
+def _packed_calls(**options: Any) -> Sample:
+    return Sample("calls", "", partial(spec_varlen.make_inputs, **PACKED_BASE | options), ())
+
+
+@functools.cache
+def _check_packed_base() -> None:
+    _check_packed(_packed_calls())
+
+
 @runs
 @pytest.mark.parametrize("change", PACKED_CHANGES)
 def test_cache_tells_packed_calls_apart_by_options(change: str) -> None:
-    for options in (PACKED_BASE, PACKED_BASE | PACKED_CHANGES[change]):
-        _check_packed(Sample("calls", "", partial(spec_varlen.make_inputs, **options), ()))
+    _check_packed_base()
+    _check_packed(_packed_calls(**PACKED_CHANGES[change]))
 
 
 @runs
@@ -259,9 +276,18 @@ TILINGS = {
 }
 
 
+def _tiled() -> list[Any]:
+    """In the interpreter's quick run, each tiling with one sample."""
+    names = ("both_lengths_causal", "bool_mask_keys", "dropout")
+    turns = [(names[i % len(names)], tiling) for i, tiling in enumerate(TILINGS)]
+    return [
+        pytest.param(*pair, marks=() if NATIVE or pair in turns else pytest.mark.slow)
+        for pair in itertools.product(names, TILINGS)
+    ]
+
+
 @runs
-@pytest.mark.parametrize("tiling", TILINGS)
-@pytest.mark.parametrize("name", ["both_lengths_causal", "bool_mask_keys", "dropout"])
+@pytest.mark.parametrize("name, tiling", _tiled())
 def test_results_do_not_depend_on_tiles(name: str, tiling: str) -> None:
     _check(_arguments(_sample(name), torch.float16), TILINGS[tiling])
 
@@ -547,14 +573,3 @@ def test_tuning_rejects_wrong_results(feature: str, monkeypatch: pytest.MonkeyPa
     wrong: dict[str, Any] = {}
     tune.measure(task, ForwardConfig(32, 32, 4, 1), case, None, 1.0, wrong)
     assert wrong["status"] == "wrong" and "out" in wrong["message"] and len(timed) == 1
-
-
-# -- the interpreter's own process ----------------------------------------------------------------
-
-
-@pytest.mark.long
-@compiles
-@pytest.mark.skipif(NATIVE, reason="the GPU runs them")
-@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-def test_in_the_interpreter(which: str) -> None:
-    assert passed_in_the_interpreter(__file__, "-m", which) >= 20

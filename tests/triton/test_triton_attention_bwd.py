@@ -1,7 +1,7 @@
 """The backward of attention in Triton: values and tilings.
 
-On a GPU every sample runs natively. Without one, this file runs itself once more in Triton's
-interpreter, on samples that are small enough.
+On a GPU every sample runs natively. Without one, test_in_the_interpreter.py runs this file
+in Triton's interpreter, on samples that are small enough.
 """
 
 # ruff: noqa: E402  (the interpreter is patched before kernels are imported)
@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from subprocesses import passed_in_the_interpreter
 from torch import Tensor
 
 from fastattn.ops import _env
@@ -28,7 +27,6 @@ if _env.interpreting():
     patched_interpreter.install()
 
 from attention_options import BASE, CHANGES, PACKED_BASE, PACKED_CHANGES, packed_scores
-from compiled_kernels import compiles
 
 from benchmarks.tune_attention_bwd import candidates
 from fastattn.ops.attention import prepared, reference, spec, spec_paged, spec_varlen
@@ -60,6 +58,7 @@ runs = pytest.mark.skipif(
 )
 # Dead rows and keys hold NaN, and what the kernels make of them is selected away.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+_LATE = () if NATIVE else pytest.mark.slow
 RESULTS = Gradients._fields
 # The public functions return these in the parameter's dtype, samples in the data's.
 PARAMETERS = ("ddistance_bias", "dsinks")
@@ -192,10 +191,10 @@ def _small(name: str, **options: Any) -> Sample:
     return Sample(name, "", partial(make_inputs, **options), ())
 
 
-# The whole suite's samples for the interpreter take minutes; these meet every line of the kernels.
+# The whole suite's samples for the interpreter take minutes; these, with the CHANGES below, meet
+# every line of the kernels.
 _INTERPRETED = (
-    "d80", "gqa", "bottom_right", "window", "key_lengths_rows", "both_lengths", "bool_mask_keys",
-    "bias_row", "no_keys", "huge_logits", "sinks_dead_rows", "sinks_mask_rows", "sinks_no_keys",
+    "d80", "no_keys", "huge_logits", "sinks_dead_rows", "sinks_mask_rows", "sinks_no_keys",
     "softcap_bias_lengths", "alibi_own_diagonals", "relative_clipped",
 )  # fmt: skip
 # A quarter of the rest's time, for tiles that others have too.
@@ -220,7 +219,7 @@ def _samples() -> list[Any]:
         if sample.name in _FOR_GPUS and not NATIVE:
             continue
         short = sample.name in _INTERPRETED or sample is _EVERYTHING
-        marks = () if NATIVE or short else (pytest.mark.slow,)
+        marks = () if short else _LATE
         interpreted = torch.bfloat16 if torch.bfloat16 in sample.dtypes else sample.dtypes[0]
         for dtype in sample.dtypes if NATIVE else (interpreted,):
             id = f"{sample.name}-{str(dtype).removeprefix('torch.')}"
@@ -257,7 +256,7 @@ def _tiled() -> list[Any]:
     """Every shape and every tiling, in the interpreter's quick run in one pair each."""
     turns = [(name, list(TILINGS)[i % len(TILINGS)]) for i, name in enumerate(_SHAPES)]
     return [
-        pytest.param(*pair, marks=() if NATIVE or pair in turns else pytest.mark.slow)
+        pytest.param(*pair, marks=() if pair in turns else _LATE)
         for pair in itertools.product(_SHAPES, TILINGS)
     ]
 
@@ -346,7 +345,7 @@ def test_very_negative_scores() -> None:
 @runs
 def test_gradient_of_a_bias_by_distance() -> None:
     """Bounds that leave few diagonals, with dropped weights, in fp32: the same in every run."""
-    options = {"B": 2, "H": 2, "K": 1, "M": 70, "N": 50, "D": 16, "dropout_p": 0.25}
+    options = {"B": 2, "H": 1, "M": 70, "N": 50, "D": 16, "dropout_p": 0.25}
     bounds = {"causal": "bottom_right", "window": (40, -1), "mask": "blocks BMN"}
     call = Call(_small("distance", alibi="H", **options, **bounds), torch.float32)
     first, again = call.run(), call.run(needs=[False] * 4 + [True, False])
@@ -417,7 +416,9 @@ def test_weights_of_huge_scores_under_dropout() -> None:
 
 
 @runs
-@pytest.mark.parametrize("letters", ["1", "H", "N", "BM", "HMN"])
+@pytest.mark.parametrize(
+    "letters", ["1", *(pytest.param(s, marks=_LATE) for s in ("H", "N")), "BM", "HMN"]
+)
 def test_gradient_of_a_broadcast_bias(letters: str) -> None:
     """Summed over broadcast dimensions, in splits that are the same in every run."""
     sample = _small(f"bias {letters}", B=2, M=40, N=33, D=16, mask=f"fp32 {letters}")
@@ -459,7 +460,7 @@ def test_strides() -> None:
 def _packed_samples() -> list[Any]:
     short = ("cross", "gqa", "slack", "dropout", "one_query_each", "sinks", "alibi_cross")
     return [
-        pytest.param(s, marks=() if NATIVE or s.name in short else (pytest.mark.slow,), id=s.name)
+        pytest.param(s, marks=() if s.name in short else _LATE, id=s.name)
         for s in spec_varlen.SAMPLES
         if "triton" not in s.wrong_results
     ]
@@ -543,8 +544,7 @@ _LATER = (
 def _changes() -> list[Any]:
     cases: list[Any] = [(change, "bool MN") for change in _WITH_MASK]
     for change in CHANGES:
-        marks = pytest.mark.slow if change in _LATER and not NATIVE else ()
-        cases.append(pytest.param(change, None, marks=marks))
+        cases.append(pytest.param(change, None, marks=_LATE if change in _LATER else ()))
     return cases
 
 
@@ -557,11 +557,20 @@ def test_cache_tells_calls_apart_by_options(change: str, mask: str | None) -> No
     call.check(call.run())
 
 
+def _packed_calls(**options: Any) -> Sample:
+    return Sample("calls", "", partial(spec_varlen.make_inputs, **PACKED_BASE | options), ())
+
+
+@functools.cache
+def _check_packed_base() -> None:
+    _check_packed(_packed_calls())
+
+
 @runs
 @pytest.mark.parametrize("change", PACKED_CHANGES)
 def test_cache_tells_packed_calls_apart_by_options(change: str) -> None:
-    for options in (PACKED_BASE, PACKED_BASE | PACKED_CHANGES[change]):
-        _check_packed(Sample("calls", "", partial(spec_varlen.make_inputs, **options), ()))
+    _check_packed_base()
+    _check_packed(_packed_calls(**PACKED_CHANGES[change]))
 
 
 @runs
@@ -630,14 +639,3 @@ def test_refusals() -> None:
     assert "float64" in refusal(q.double(), q, q)
     assert "head dims up to 256, got 264" in refusal(wide, wide, q)
     assert "contiguous last dimension, got k" in refusal(q, q.mT.contiguous().mT, q)
-
-
-# -- the interpreter's own process ----------------------------------------------------------------
-
-
-@pytest.mark.long
-@compiles
-@pytest.mark.skipif(NATIVE, reason="the GPU runs them")
-@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-def test_in_the_interpreter(which: str) -> None:
-    assert passed_in_the_interpreter(__file__, "-m", which) >= 25

@@ -117,24 +117,21 @@ def _tolerated_spills(arch: str, D: int, feature: str) -> int:
 
 
 _ALWAYS: dict[str, dict[int, tuple[str, ...]]] = {
-    "sm_80": {64: ("causal", "bool"), 128: ("causal",)},
-    "sm_90": {
-        64: ("plain", "causal", "lengths", "bool", "column", "bias", "dropout"),
-        80: ("causal",),
-        128: ("plain", "causal", "lengths", "bias", "softcap", "distance"),
-        256: ("causal",),
-    },
-    "sm_100": {64: ("causal",), 128: ("lengths",)},
-    "gfx942": {64: ("causal", "padding"), 128: ("lengths",)},
+    "sm_80": {64: ("bool",), 128: ("causal",)},
+    "sm_90": {64: ("causal", "bias"), 80: ("causal",), 128: ("lengths", "distance")},
+    "sm_100": {64: ("causal",)},
+    "gfx942": {64: ("padding",)},
 }
 
 
 def _shipped() -> list[Any]:
-    """A cross-section always, a wider one in the slow run."""
-    cases = []
-    for arch in (*GENERATIONS, "sm_86", "sm_120"):
-        sizes, whole = ((64, 80, 128, 192, 256), (64,)) if arch == "sm_90" else ((64, 128, 256), ())
-        cases += cross_section(arch, _ALWAYS.get(arch, {}), sizes, FEATURES, whole)
+    """A cross-section always, a wider one in the slow run. sm_86 has the tiles of sm_80."""
+    some = ("causal", "lengths", "bool", "bias", "dropout", "short", "distance")
+    cases = cross_section("sm_90", _ALWAYS["sm_90"], (64,), FEATURES)
+    cases += cross_section("sm_90", _ALWAYS["sm_90"], (80, 128, 192, 256), some)
+    for arch in ("sm_80", "sm_100", "gfx942", "sm_120"):
+        features = some if arch == "sm_120" else FEATURES
+        cases += cross_section(arch, _ALWAYS.get(arch, {}), (64, 128, 256), features)
     return cases
 
 
@@ -179,6 +176,7 @@ def test_fits_in_shared_memory(arch: str, D: int, feature: str) -> None:
 
 
 @compiles
+@pytest.mark.slow
 def test_ada_differs_from_ampere_in_the_order_of_instructions_alone() -> None:
     """So the tests above leave sm_89 out."""
     with compiled_for("sm_86") as ampere:
@@ -206,7 +204,7 @@ def test_fp32_compiles(arch: str, D: int) -> None:
 
 
 @compiles
-@pytest.mark.parametrize("D, E", [(256, 24), (200, 72)])
+@pytest.mark.parametrize("D, E", [(256, 24), pytest.param(200, 72, marks=pytest.mark.slow)])
 def test_narrow_values_compile_without_spills(D: int, E: int) -> None:
     """ptxas fails where one of many tiles is narrow: 3,000 spills a tile."""
     with compiled_for("sm_90") as found:
@@ -236,7 +234,7 @@ def test_narrow_values_have_the_descriptors_of_keys(
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"dtype": torch.float32, "causal": 2}, id="fp32"),
+        pytest.param({"dtype": torch.float32, "causal": 2}, id="fp32", marks=pytest.mark.slow),
         pytest.param({"M": 1}, id="one query"),
     ],
 )
@@ -284,7 +282,7 @@ def test_register_cap_depends_on_strides_of_keys_and_values() -> None:
 
 
 @compiles
-@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("arch", ["sm_90", pytest.param("gfx942", marks=pytest.mark.slow)])
 def test_packed_compiles(arch: str) -> None:
     q = torch.empty(4096, 8, 64, dtype=torch.bfloat16, device="meta")
     k = torch.empty(4096, 2, 64, dtype=torch.bfloat16, device="meta")
@@ -321,9 +319,9 @@ def test_odd_strides_with_a_mask_do_not_spill() -> None:
 
 
 @compiles
-@pytest.mark.parametrize("D", [64, pytest.param(128, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("D", [64, 128])
 def test_wide_masks_fit(D: int) -> None:
-    with compiled_for("sm_90") as found:
+    with allocated_for("sm_90") as found:
         _launch(D, mask=(torch.float64, (1, 1, 1024, 1024)))
     check_memory(found, "sm_90")
 

@@ -1,8 +1,8 @@
 """Which tiles attention's kernels in Triton visit, and what else follows from a call's sizes:
 bounds, dead rows and keys, column tiles of head dims, workspaces.
 
-On a GPU everything runs natively. Without one, this file runs itself once more in Triton's
-interpreter.
+On a GPU everything runs natively. Without one, test_in_the_interpreter.py runs this file
+in Triton's interpreter.
 """
 
 # ruff: noqa: E402  (the interpreter is patched before kernels are imported)
@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from subprocesses import passed_in_the_interpreter
 from torch import Tensor
 
 from fastattn.ops import _env
@@ -24,7 +23,6 @@ if _env.interpreting():
     patched_interpreter.install()
 
 import triton.language as tl
-from compiled_kernels import compiles
 
 from fastattn.ops.attention import prepared, reference
 from fastattn.ops.attention.calls import BackwardCall, ForwardCall, Gradients, PackedBackwardCall
@@ -169,9 +167,17 @@ def test_forward_lists_match_the_mask(letters: str, words: bool) -> None:
 
 
 @runs
-@pytest.mark.parametrize("by_key", [False, True])
-@pytest.mark.parametrize("is_prepared", [False, True])
-@pytest.mark.parametrize("letters", ["BHMN", "MN", "HN", "none"])
+@pytest.mark.parametrize(
+    "letters, is_prepared, by_key",
+    [
+        ("BHMN", False, False),
+        ("BHMN", True, True),
+        ("MN", True, False),
+        ("HN", False, True),
+        ("none", False, False),
+        ("none", False, True),
+    ],
+)
 def test_backward_lists_match_allowed_pairs(letters: str, is_prepared: bool, by_key: bool) -> None:
     """Every tile with an allowed pair is listed once. Full tiles have nothing else, and only edge
     tiles have lines without a pair. is_prepared: the mask was prepared.
@@ -327,13 +333,3 @@ def test_ragged_depends_on_the_tiles_of_the_loop() -> None:
         assert not dq.ARITHMETIC.value and not dkdv.ARITHMETIC.value
         assert dq.RAGGED.value == ((160 - size) % 64 != 0)
         assert dkdv.RAGGED.value == (size % 64 != 0)
-
-
-# -- the interpreter's own process ----------------------------------------------------------------
-
-
-@pytest.mark.long
-@compiles
-@pytest.mark.skipif(NATIVE, reason="the GPU runs them")
-def test_in_the_interpreter() -> None:
-    assert passed_in_the_interpreter(__file__) >= 20

@@ -113,7 +113,7 @@ def _product_cases() -> list[Any]:
     for arch in GENERATIONS:
         for i, tile in enumerate(_TILES[family(arch)]):
             for activation in _ACTIVATIONS if i == 0 else (_ACTIVATIONS[i % 3],):
-                quick = i == 0 and (arch, activation) in (("sm_80", "gelu"), ("sm_90", "swiglu"))
+                quick = i == 0 and (arch, activation) == HOPPERS_GATE
                 size = f"{tile.block_m}x{tile.block_n}x{tile.warps}x{tile.stages}"
                 name = f"{arch}-{activation}-{size}-{tile.programs}"
                 case = (arch, tile, activation)

@@ -75,6 +75,7 @@ def assert_same_losses(run: Path, expected: Path) -> None:
     assert losses(run) == pytest.approx(losses(expected), abs=1e-5) and len(losses(run)) == 8
 
 
+@pytest.mark.slow
 def test_a_run_on_a_mesh_is_that_of_one_process(capsys, pairs_file, expected, tmp_path):
     run = tmp_path / "run"
     mesh = ["--mesh", "data=1,tensor=2", "--bleu-sentences=3"]

@@ -182,6 +182,7 @@ def padding_of(batch: int, length: int) -> Tensor:
     return torch.arange(length) >= torch.arange(batch)[:, None]
 
 
+@pytest.mark.slow
 def test_dynamic_sizes() -> None:
     torch.manual_seed(0)
     model = build(fnn, "Transformer", layers=1, batch_first=True).eval()

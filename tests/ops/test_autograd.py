@@ -584,7 +584,7 @@ CHOSEN = (
     "(test_autograd or finite_differences or test_transforms or modes_see or traces "
     "or opcheck_of_named or func_grad or vmap or batched or test_compile or one_output "
     "or selective or derivatives_of_modules) "
-    "and not without_gradients and not its_seeds and not evaluation and not numbers"
+    "and not test_compiled and not (finite_differences and reference)"
 )
 
 

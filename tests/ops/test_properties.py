@@ -114,7 +114,7 @@ def _attention(options: Options) -> Sample:
     return _sample("attention", make_inputs, options)
 
 
-@examples(300)
+@examples(150)
 @given(attention_options())
 def test_attention_equals_torch(options: Options) -> None:
     if "mask" in options:  # its gradient is in fp32, which is not comparable in fp64
@@ -122,14 +122,14 @@ def test_attention_equals_torch(options: Options) -> None:
     _assert_reference_is_torch("attention", _attention(options))
 
 
-@examples(150)
+@examples(75)
 @given(attention_options(), HALVES)
 def test_attention_within_the_budget(options: Options, dtype: torch.dtype) -> None:
     """And the properties: dead positions do not matter, batch entries are independent."""
     _assert_passes("attention", _attention(options), dtype, "reference")
 
 
-@examples(100)
+@examples(50)
 @given(attention_options(), st.data())
 def test_weights_are_those_of_attention(options: Options, data: st.DataObject) -> None:
     options |= {"dropout_p": 0.0, "E": options["D"]}
@@ -193,19 +193,19 @@ def _varlen(options: Options) -> Sample:
     return _sample("attention_varlen", spec_varlen.make_inputs, options)
 
 
-@examples(150)
+@examples(75)
 @given(varlen_options())
 def test_varlen_equals_torch(options: Options) -> None:
     _assert_reference_is_torch("attention_varlen", _varlen(options))
 
 
-@examples(80)
+@examples(40)
 @given(varlen_options(), HALVES)
 def test_varlen_within_the_budget(options: Options, dtype: torch.dtype) -> None:
     _assert_passes("attention_varlen", _varlen(options), dtype, "reference")
 
 
-@examples(150)
+@examples(75)
 @given(varlen_options().filter(lambda o: o["queries"]))
 def test_varlen_equals_padded_attention_with_lengths(options: Options) -> None:
     """With dropout, whose bits depend on the sequence and the position in it."""
@@ -271,7 +271,7 @@ def _norm(options: Options) -> Sample:
     return _sample(options["op"], norm_spec.make_inputs, options)
 
 
-@examples(200)
+@examples(100)
 @given(NORMS)
 def test_norms_equal_torch(options: Options) -> None:
     # The gradients of fp32 parameters are rounded, which is not comparable in fp64.
@@ -280,7 +280,7 @@ def test_norms_equal_torch(options: Options) -> None:
 
 
 @needs_library
-@examples(300)
+@examples(150)
 @given(NORMS, HALVES)
 def test_cpu_norms_within_the_budget(options: Options, dtype: torch.dtype) -> None:
     _assert_passes(options["op"], _norm(options), dtype, "cpu")
@@ -328,13 +328,13 @@ def _ffn(options: Options) -> Sample:
     return _sample("ffn", ffn_spec.make_inputs, options)
 
 
-@examples(200)
+@examples(100)
 @given(ffn_options())
 def test_ffn_equals_torch(options: Options) -> None:
     _assert_reference_is_torch("ffn", _ffn(options))
 
 
-@examples(100)
+@examples(50)
 @given(ffn_options(), HALVES)
 def test_ffn_within_the_budget(options: Options, dtype: torch.dtype) -> None:
     _assert_passes("ffn", _ffn(options), dtype, "reference")

@@ -100,10 +100,8 @@ def test_a_signal_saves_and_the_printed_command_continues(
     assert_same_runs(run, whole)
 
 
-@pytest.mark.parametrize(
-    ("number", "code"),
-    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, -15, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -15)])
 def test_a_second_signal_ends_at_once(pairs_file, tmp_path, number, code):
     returned, err = train_and_signal(pairs_file, tmp_path, number, number)
     assert returned == code and "a second signal ends without saving" in err

@@ -137,6 +137,7 @@ def _compile(
     return log, kernels
 
 
+@pytest.mark.slow  # where nothing is built, ten seconds
 @pytest.mark.parametrize(
     "name",
     [
@@ -156,6 +157,7 @@ def test_small_kernels(name: str, tmp_path: Path) -> None:
     assert len(re.findall(r"\b0 bytes spill stores, 0 bytes spill loads", log)) == len(kernels), log
 
 
+@pytest.mark.slow
 def test_loads_of_splits_are_in_flight_together(tmp_path: Path) -> None:
     """Eight splits of a row are in flight at a time, with two loads each."""
     _, kernels = _compile("combine_splits_sm90.cu", tmp_path)

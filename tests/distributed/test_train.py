@@ -120,15 +120,6 @@ def options_are_refused_by_name() -> None:
             trained(ranks_of(**sizes), model, changes=changes)
 
 
-def test_training() -> None:
-    in_processes(
-        losses_are_those_of_one_process,
-        scores_come_from_whole_models,
-        scoring_draws_no_random_numbers,
-        options_are_refused_by_name,
-    )
-
-
 # -- checkpoints ----------------------------------------------------------------------------------
 def runs_continue_on_other_meshes(run: Path) -> None:
     """On every mesh, and in one process, with the losses of a run that was not interrupted."""
@@ -188,8 +179,12 @@ def a_failed_save_is_raised_in_all_ranks(run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_checkpoints(tmp_path: Path) -> None:
+def test_training(tmp_path: Path) -> None:
     in_processes(
+        losses_are_those_of_one_process,
+        scores_come_from_whole_models,
+        scoring_draws_no_random_numbers,
+        options_are_refused_by_name,
         functools.partial(runs_continue_on_other_meshes, tmp_path / "run"),
         functools.partial(random_numbers_continue, tmp_path / "dropout"),
         functools.partial(a_failed_save_is_raised_in_all_ranks, tmp_path / "failed"),

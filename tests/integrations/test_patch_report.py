@@ -175,6 +175,7 @@ def llama() -> Any:
     return transformers.LlamaModel(transformers.LlamaConfig(**LLAMA_SIZES, **SMALL)).eval()
 
 
+@pytest.mark.slow
 def test_patched_models_in_a_new_process(tmp_path: Path) -> None:
     """The process imports only fastattn; models with and without modules of drop-in classes."""
     ids, mask = tokens("right")

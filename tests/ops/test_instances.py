@@ -106,6 +106,7 @@ def _misbehave(case: tuple[Instance, str]) -> Row:
     return Row(instance.name, instance.backend, device, status, message)
 
 
+@pytest.mark.slow
 def test_hangs_and_crashes_are_reported_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

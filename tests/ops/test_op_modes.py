@@ -145,10 +145,12 @@ def _layouts(spec: OpSpec, inputs: Inputs) -> list[tuple[Any, ...]]:
     "spec, sample",
     [
         pytest.param(SPECS[op], sample, id=f"{op}-{sample.name}")
-        for (op, _), sample in SAMPLES.items()
+        for (op, _), sample in list(SAMPLES.items())[::2]
     ],
 )
 def test_meta_and_fake_tensors(spec: OpSpec, sample: Sample) -> None:
+    """Every other sample."""
+
     def replaced(change: Callable[[Tensor], Tensor]) -> Inputs:
         inputs = sample.inputs("cpu", sample.dtypes[0])
         if "page" in inputs:  # which pages there are depends on values

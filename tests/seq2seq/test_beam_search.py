@@ -16,8 +16,10 @@ from fastattn.seq2seq.data import END
 from fastattn.seq2seq.generation import generate
 
 
-@pytest.mark.parametrize("early_stopping", [True, False])
-@pytest.mark.parametrize(("beams", "length_penalty"), [(1, 0.0), (2, 1.0), (4, 0.6), (5, 0.0)])
+@pytest.mark.parametrize(
+    ("beams", "length_penalty", "early_stopping"),
+    [(1, 0.0, True), (2, 1.0, False), (4, 0.6, True), (4, 0.6, False), (5, 0.0, False)],
+)
 def test_beam_search_equals_the_naive_one(beams, length_penalty, early_stopping):
     options = BeamSearch(beams, length_penalty, early_stopping)
     model = sharp_model(norm_first=early_stopping)

@@ -400,7 +400,7 @@ def test_beams_have_the_positions_of_their_own_history(kind: str, dtype: torch.d
             torch.testing.assert_close(got[:, j], whole[:, -1], atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["t5", "rotary"])
 def test_stacks_compile_and_export(kind: str) -> None:
     encoder, _ = stacks(kind)
     encoder.eval()

@@ -19,27 +19,37 @@ from fastattn.ops.attention import spec as spec_of_attention
 from fastattn.ops.ffn.op import ACTIVATIONS, GATED_ACTIVATIONS
 from fastattn.testing.check import check_sample
 from fastattn.testing.oracle import Oracle
+from fastattn.testing.rows import DTYPES
 from fastattn.testing.spec import ErrorSample, Inputs, OpSpec, Sample
 
 
 # -- values ---------------------------------------------------------------------------------------
 def _samples() -> list[Any]:
-    return [
-        pytest.param(spec, sample, dtype, id=f"{op}-{sample.name}-{str(dtype)[6:]}")
-        for op, spec in SPECS.items()
-        for sample in spec.samples
-        for dtype in sample.dtypes
-    ]
+    """`torch` runs the same code for fp16 as for bf16: slow, to save time. The oracle compares with
+    the results of the reference in each dtype: it is judged in fp32 alone.
+    """
+    cases = []
+    for (op, spec), dtype in itertools.product(SPECS.items(), DTYPES.values()):
+        late = ("torch",) if dtype == torch.float16 else ()
+        early = [b for b in backends_of(op) if b not in late]
+        if dtype != torch.float32:
+            early.remove("reference")
+        for sample in spec.samples:
+            if dtype in sample.dtypes:
+                id = f"{op}-{sample.name}-{str(dtype)[6:]}"
+                cases.append(pytest.param(spec, sample, dtype, early, id=id))
+                for b in late:
+                    case = (spec, sample, dtype, [b])
+                    cases.append(pytest.param(*case, id=f"{id}-{b}", marks=pytest.mark.slow))
+    return cases
 
 
-@pytest.mark.parametrize("spec, sample, dtype", _samples())
-def test_sample(spec: OpSpec, sample: Sample, dtype: torch.dtype) -> None:
-    """The oracle has the results of the reference in `dtype`: it is judged in fp32 alone."""
+@pytest.mark.parametrize("spec, sample, dtype, backends", _samples())
+def test_sample(spec: OpSpec, sample: Sample, dtype: torch.dtype, backends: list[str]) -> None:
     oracle = Oracle(spec, sample, dtype)
     rows = []
-    for backend in backends_of(spec.name):
-        if backend != "reference" or dtype == torch.float32:
-            rows += check_sample(oracle, backend, DEVICE)
+    for backend in backends:
+        rows += check_sample(oracle, backend, DEVICE)
     failures = [row for row in rows if row.status == "FAIL"]
     assert not failures, failures
     if all(row.status == "refused" for row in rows):

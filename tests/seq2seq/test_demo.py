@@ -122,6 +122,7 @@ def test_curves_label_their_limits_and_the_learning_rate(monkeypatch, tmp_path):
     assert rate.get_title() == "learning rate" and list(rate.lines[0].get_ydata()) == [0.0, 0.5]
 
 
+@pytest.mark.slow
 def test_the_comparison_may_have_another_configuration(tmp_path):
     data = write_pairs(tmp_path / "pairs.tsv", toy_pairs(200))
     preset = dataclasses.replace(

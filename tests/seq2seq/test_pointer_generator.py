@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import pytest
 import torch
 from seq2seq_samples import CPU, SMALL, random_examples
 
@@ -39,6 +40,7 @@ def test_the_pointer_generator_equals_its_formula():
     assert log_p.isfinite().all() and logits.grad.isfinite().all()
 
 
+@pytest.mark.slow
 def test_copying_learns_unseen_words():
     """Targets repeat the source; half of the vocabulary is never seen in training."""
     rare = random_examples(30, vocabulary=60, seed=9)

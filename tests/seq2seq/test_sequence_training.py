@@ -75,6 +75,7 @@ def test_the_last_updates_reward_sequences(monkeypatch):
     assert rewarded.item() == pytest.approx(75.0 + 0.25 * plain.item())
 
 
+@pytest.mark.slow
 def test_sequence_training_raises_the_sampled_bleu():
     """60 updates with only BLEU improve on 25 with cross-entropy."""
     examples = [Example(e.source, e.source) for e in random_examples(60, vocabulary=12)]

@@ -150,7 +150,7 @@ def _examine(kernel: Any, arch: str) -> None:
 # Features that always run; the slow run adds one feature at every head dim, on Hopper all at 64.
 _ALWAYS: dict[str, dict[int, tuple[str, ...]]] = {
     "sm_80": {64: ("causal",)},
-    "sm_90": {64: ("bool",), 128: ("causal", "bias")},
+    "sm_90": {64: ("bool",), 128: ("bias",)},
     "sm_100": {128: ("causal",)},
     "gfx942": {64: ("padding",)},
 }

@@ -118,7 +118,7 @@ def _tolerated_spills(arch: str, D: int, feature: str) -> int:
 
 _ALWAYS: dict[str, dict[int, tuple[str, ...]]] = {
     "sm_80": {64: ("bool",), 128: ("causal",)},
-    "sm_90": {64: ("causal", "bias"), 80: ("causal",), 128: ("lengths", "distance")},
+    "sm_90": {64: ("causal", "bias"), 128: ("lengths", "distance")},
     "sm_100": {64: ("causal",)},
     "gfx942": {64: ("padding",)},
 }

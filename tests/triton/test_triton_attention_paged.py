@@ -55,10 +55,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 # -- values ---------------------------------------------------------------------------------------
 
 # In the interpreter's quick run: pages smaller than a tile and larger ones, lengths of 0 and of
-# whole pages, a prefix in common, a mask, and everything together.
+# whole pages, a prefix in common, and everything together.
 _QUICK = (
-    "paged_one_query_lengths", "paged_shared", "paged_one_query_mask", "paged_all_scores",
-    "paged_no_keys",
+    "paged_one_query_lengths", "paged_shared", "paged_all_scores", "paged_no_keys",
 )  # fmt: skip
 
 

@@ -153,8 +153,8 @@ class AttentionTask:
         elif self.feature == "dropout":
             p, seed = 0.1, torch.tensor([_DROPOUT_SEED], device=device)
         call = ForwardCall(
-            q, k, v, mask, None, key_lengths, query_lengths, None, None, 0.0, causal, left, -1,
-            D**-0.5, p, seed, 3,
+            q, k, v, mask, None, key_lengths, query_lengths, causal=causal, window_left=left,
+            scale=D**-0.5, dropout_p=p, dropout_seed=seed, dropout_stream=3,
         )  # fmt: skip
         out, lse = torch.empty_like(q), torch.empty(B, H, S, dtype=torch.float32, device=device)
         if self.direction == "fwd":
@@ -187,7 +187,7 @@ class AttentionTask:
 
         out, lse, dout, *gradients = case.results
         a, needs = case.args, [True, True, True, False, False, False]
-        call = BackwardCall(dout, None, *a[:7], out, lse, *a[7:], needs)
+        call = BackwardCall._make([dout, None, out, lse, *a, needs])
         attention_bwd_with_config(config, call, *gradients)
 
     def wrong(self, case: Case) -> tuple[float, str | None]:
@@ -221,8 +221,8 @@ class AttentionTask:
             names = ("dq", "dk", "dv")
             out, lse, dout, *got = case.results
             backward: tuple[Any, ...] = (
-                dout[one].float(), None, *args[:7], out[one].float(), lse[one], *args[7:],
-                [True, True, True, False],
+                dout[one].float(), None, out[one].float(), lse[one], *args,
+                [True, True, True, False, False, False],
             )  # fmt: skip
             expected = reference.attention_bwd(*backward)
         found = []

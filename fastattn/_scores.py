@@ -13,15 +13,14 @@ import torch
 from torch import Tensor
 
 from fastattn._arguments import check_device, check_float, check_softcap, sizes
-from fastattn.ops.attention.op import CAUSAL
+from fastattn.ops.attention.op import CausalKind
 
 RelativeBuckets = Literal["t5", "t5_causal", "clipped"]
-_BOTTOM_RIGHT = CAUSAL["bottom_right"]
 
 
 def distances(causal: int, M: int, N: int, device: torch.device) -> Tensor:
     """The distance of each entry of the op's distance_bias, int64 [M + N - 1]."""
-    last = (N if causal >= _BOTTOM_RIGHT else M) - 1
+    last = (N if causal >= CausalKind.BOTTOM_RIGHT else M) - 1
     return torch.arange(max(M + N - 1, 0), device=device) - last
 
 

@@ -67,10 +67,9 @@ from fastattn._scores import t5_buckets as t5_buckets
 from fastattn.ops._dropout import draw_seed
 from fastattn.ops._select import OPS, Explanation, explaining
 from fastattn.ops.attention.op import CAUSAL as CAUSAL
+from fastattn.ops.attention.op import ForwardCall as ForwardCall
 from fastattn.ops.attention.op import PreparedMask, classify_mask
 from fastattn.ops.attention.op import attention as attention_op
-from fastattn.ops.attention.op import attention_paged as attention_paged_op
-from fastattn.ops.attention.op import attention_varlen as attention_varlen_op
 from fastattn.ops.attention.op import attention_weights as _attention_weights
 from fastattn.ops.attention.op import attention_with_weights as attention_with_weights_op
 from fastattn.ops.ffn.op import ACTIVATIONS
@@ -269,15 +268,11 @@ def attention(
             q=q, k=k, v=v, mask=mask, alibi_slopes=alibi_slopes, sinks=sinks,
             relative_bias=relative_bias,
         )  # fmt: skip
-        out, lse = attention_paged_op(
-            q, k, v, block_table, mask, key_lengths, query_lengths, distance_bias, sinks, cap, code,
-            left, right, scale, backend=backend,
-        )  # fmt: skip
-    else:
-        out, lse = attention_op.overload(backend)(
-            q, k, v, mask, mask_tiles, key_lengths, query_lengths, distance_bias, sinks, cap, code,
-            left, right, scale, float(dropout_p), seed, dropout_stream,
-        )  # fmt: skip
+        mask_tiles = None
+    out, lse = attention_op.overload(backend)(
+        q, k, v, mask, mask_tiles, key_lengths, query_lengths, None, None, 0, 0, distance_bias,
+        sinks, cap, code, left, right, scale, float(dropout_p), seed, dropout_stream, block_table,
+    )  # fmt: skip
     return (out, lse) if return_lse else out
 
 
@@ -399,9 +394,10 @@ def attention_varlen(
             causal=code, B=cu_seqlens_q.shape[0] - 1, M=max_seqlen_q, N=max_seqlen_k, q=q,
         )  # fmt: skip
     seed = check_dropout(dropout_p, dropout_seed, dropout_stream, q, takes_origin=True)
-    out, lse = attention_varlen_op(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, distance_bias, sinks, cap,
-        code, left, right, scale, float(dropout_p), seed, dropout_stream, backend=backend,
+    out, lse = attention_op.overload(backend)(
+        q, k, v, None, None, None, None, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        distance_bias, sinks, cap, code, left, right, scale, float(dropout_p), seed, dropout_stream,
+        None,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -456,13 +452,14 @@ def attention_weights(
         # Values without columns: the kernel computes weights alone, in the dtype of the result.
         q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
         return attention_with_weights_op(
-            q, k, k.detach()[..., :0], mask, mask_tiles, key_lengths, query_lengths, *limits,
-            0.0, None, 0, False,
+            q, k, k.detach()[..., :0], mask, mask_tiles, key_lengths, query_lengths, None, None,
+            0, 0, *limits, 0.0, None, 0, None, False,
         )[2]  # fmt: skip
     return _attention_weights(
-        q, k, mask, key_lengths, query_lengths, *limits,
-        check_index("rows", rows, M, q.device), check_index("heads", heads, H, q.device),
-    )  # fmt: skip
+        ForwardCall(q, k, k, mask, None, key_lengths, query_lengths, None, None, 0, 0, *limits),
+        check_index("rows", rows, M, q.device),
+        check_index("heads", heads, H, q.device),
+    )
 
 
 def attention_with_weights(
@@ -523,9 +520,9 @@ def attention_with_weights(
     )  # fmt: skip
     seed = check_dropout(dropout_p, dropout_seed, dropout_stream, q, takes_origin=True)
     out, _, weights = attention_with_weights_op(
-        q, k, v, mask, mask_tiles, key_lengths, query_lengths, *scores, code,
+        q, k, v, mask, mask_tiles, key_lengths, query_lengths, None, None, 0, 0, *scores, code,
         *check_window(window), check_scale(scale, D), float(dropout_p), seed, dropout_stream,
-        average, backend=backend,
+        None, average, backend=backend,
     )  # fmt: skip
     return out, weights
 

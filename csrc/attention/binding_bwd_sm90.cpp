@@ -61,7 +61,8 @@ void attention_bwd(StableIValue* stack, uint64_t, uint64_t) {
   const int num_sms = static_cast<int>(arguments.take<int64_t>());
   const std::optional<Tensor> workspace = arguments.optional();
 
-  STD_TORCH_CHECK(call.has_queries(), "there must be queries");
+  STD_TORCH_CHECK(call.has_queries() && !call.block_table,
+                  "there must be queries, and no block_table");
   BackwardProblem p;
   set_problem(p, call, true);
   p.out = view_of_queries(out, "out", call, p, p.value_dim);

@@ -5,11 +5,12 @@
 #include <algorithm>
 #include <cstring>
 
+#include "attention/binding.h"
 #include "attention/cpu/launch.h"
 #include "common/dropout.h"
 #include "cpu/binding.h"
 
-namespace fastattn::attention {
+namespace fastattn::attention::cpu {
 
 // Sums of positions must fit in 32 bits.
 constexpr int64_t kMaxPositions = 1 << 28;
@@ -27,64 +28,43 @@ inline std::optional<Tensor> rows_of(const std::optional<Tensor>& x) {
   return x ? std::optional(rows_of(*x)) : x;
 }
 
-// Operands of a call, in the order of the schemas of both directions.
-struct Operands {
-  Arguments& from;
-  Tensor q = from.tensor(), k = from.tensor(), v = from.tensor();
-};
-struct Masks {
-  Arguments& from;
-  std::optional<Tensor> mask = from.optional(), mask_tiles = from.optional();
-  std::optional<Tensor> key_lengths = from.optional(as_contiguous);
-  std::optional<Tensor> query_lengths = from.optional(as_contiguous);
-};
-struct Packing {
-  Arguments& from;
-  Tensor cu_seqlens_q = from.tensor(as_contiguous), cu_seqlens_k = from.tensor(as_contiguous);
-};
-// Upper bounds of the lengths of packed sequences.
-struct Longest {
-  Arguments& from;
-  int64_t queries = from.take<int64_t>(), keys = from.take<int64_t>();
-};
-struct Scores {
-  Arguments& from;
-  std::optional<Tensor> distance_bias = from.optional(rows_of);
-  std::optional<Tensor> sinks = from.optional(as_contiguous);
-  double softcap = from.take<double>();
-  int64_t causal = from.take<int64_t>();
-  int64_t window_left = from.take<int64_t>(), window_right = from.take<int64_t>();
-  double scale = from.take<double>();
-};
-struct Options : Scores {
-  double dropout_p = from.take<double>();
-  std::optional<Tensor> dropout_seed = from.optional();
-  int64_t dropout_stream = from.take<int64_t>();
-};
-
-inline TensorView view(const Tensor& x, const char* name, DType type, int64_t batch, int64_t heads,
-                       int64_t rows, int64_t columns) {
-  const auto sizes = x.sizes(), strides = x.strides();  // read once: each read is a call
-  STD_TORCH_CHECK(x.is_cpu() && sizes.size() == 4 && dtype_of(x, name) == type &&
-                      sizes[0] == batch && sizes[1] == heads && sizes[2] == rows &&
-                      sizes[3] == columns,
-                  name, " must be a CPU tensor of shape [", batch, ", ", heads, ", ", rows, ", ",
-                  columns, "] and the type of q");
-  STD_TORCH_CHECK(columns <= 1 || strides[3] == 1 || x.numel() == 0, name,
-                  " must have a contiguous last dimension");
-  return {memory_of(x, name), strides[0], strides[1], strides[2]};
+// Copies what kernels read and cannot read in place. Everything has been taken from the stack.
+inline void make_readable(Call& call) {
+  for (Tensor* x : {&call.q, &call.k, &call.v}) {
+    if (!has_rows(*x)) {
+      *x = contiguous_copy(*x);
+    }
+  }
+  call.distance_bias = rows_of(call.distance_bias);
+  for (std::optional<Tensor>* x : {&call.key_lengths, &call.query_lengths, &call.cu_seqlens_q,
+                                   &call.cu_seqlens_k, &call.sinks, &call.block_table}) {
+    if (*x) {
+      *x = as_contiguous(*x);
+    }
+  }
 }
 
-// A packed batch: [rows, heads, columns].
-inline TensorView packed_view(const Tensor& x, const char* name, DType type, int64_t rows,
-                              int64_t heads, int64_t columns) {
-  STD_TORCH_CHECK(x.is_cpu() && x.dim() == 3 && dtype_of(x, name) == type && x.size(0) == rows &&
-                      x.size(1) == heads && x.size(2) == columns,
-                  name, " must be a CPU tensor of shape [", rows, ", ", heads, ", ", columns,
-                  "] and the type of q");
-  STD_TORCH_CHECK(columns <= 1 || x.numel() == 0 || x.stride(2) == 1, name,
+// x: [batch, heads, rows, columns], or packed [rows, heads, columns].
+inline TensorView view(const Tensor& x, const char* name, const Problem& a, int64_t batch,
+                       int64_t heads, int64_t rows, int64_t columns) {
+  const auto sizes = x.sizes(), strides = x.strides();  // read once: each read is a call
+  const bool is_like_q = x.is_cpu() && dtype_of(x, name) == a.type;
+  if (a.cu_seqlens_q) {
+    STD_TORCH_CHECK(is_like_q && sizes.size() == 3 && sizes[0] == rows && sizes[1] == heads &&
+                        sizes[2] == columns,
+                    name, " must be a CPU tensor of shape [", rows, ", ", heads, ", ", columns,
+                    "] and the type of q");
+  } else {
+    STD_TORCH_CHECK(is_like_q && sizes.size() == 4 && sizes[0] == batch && sizes[1] == heads &&
+                        sizes[2] == rows && sizes[3] == columns,
+                    name, " must be a CPU tensor of shape [", batch, ", ", heads, ", ", rows, ", ",
+                    columns, "] and the type of q");
+  }
+  STD_TORCH_CHECK(columns <= 1 || strides[sizes.size() - 1] == 1 || x.numel() == 0, name,
                   " must have a contiguous last dimension");
-  return {memory_of(x, name), 0, x.stride(1), x.stride(0)};
+  void* const data = memory_of(x, name);
+  return a.cu_seqlens_q ? TensorView{data, 0, strides[1], strides[0]}
+                        : TensorView{data, strides[0], strides[1], strides[2]};
 }
 
 inline MaskType mask_type(const Tensor& mask) {
@@ -136,13 +116,12 @@ inline Lengths lengths(const std::optional<Tensor>& tensor, const char* name, in
 }
 
 // The shape alone, which determines the workspace and the tasks.
-inline Problem shape(int64_t batch, int64_t heads, int64_t kv_heads, int64_t queries, int64_t keys,
-                     int64_t head_dim, int64_t value_dim) {
+inline void set_shape(Problem& a, int64_t batch, int64_t heads, int64_t kv_heads, int64_t queries,
+                      int64_t keys, int64_t head_dim, int64_t value_dim) {
   STD_TORCH_CHECK(queries <= kMaxPositions && keys <= kMaxPositions, "at most ", kMaxPositions,
                   " queries and keys, got ", queries, " and ", keys);
   STD_TORCH_CHECK(kv_heads == 0 ? heads == 0 : heads % kv_heads == 0,
                   "heads of q must be a multiple of those of k");
-  Problem a = {};
   a.batch = batch;
   a.heads = heads;
   a.kv_heads = kv_heads;
@@ -150,8 +129,6 @@ inline Problem shape(int64_t batch, int64_t heads, int64_t kv_heads, int64_t que
   a.keys = static_cast<int>(keys);
   a.head_dim = static_cast<int>(head_dim);
   a.value_dim = static_cast<int>(value_dim);
-  a.lse_strides = {nullptr, heads * queries, queries, 1};
-  return a;
 }
 
 // tensor: [batch or 1, heads, queries + keys - 1].
@@ -173,77 +150,47 @@ inline DistanceBias distance_bias(const Tensor& tensor, const char* name, const 
   return result;
 }
 
-// Sets what padded and packed batches share and shape() does not set. longest_queries,
-// longest_keys: the sizes that determine distance_bias.
-inline void set_scores(Problem& a, const Scores& options, int64_t longest_queries,
+// longest_queries, longest_keys: the sizes that determine distance_bias.
+inline void set_scores(Problem& a, const Call& call, int64_t longest_queries,
                        int64_t longest_keys) {
   const int64_t unlimited = int64_t{a.queries} + a.keys;
   const auto side = [&](int64_t window) {
     return static_cast<int>(window < 0 ? unlimited : std::min(window, unlimited));
   };
-  a.window_left = side(options.window_left);
-  a.window_right = options.causal ? 0 : side(options.window_right);
-  a.causal = options.causal;
+  a.window_left = side(call.window_left);
+  a.window_right = call.causal ? 0 : side(call.window_right);
+  a.causal = call.causal;
   STD_TORCH_CHECK(a.causal != kBottomRightLengths || a.key_lengths.stride == 0,
                   "key_lengths must be [batch] to align by them");
-  a.scale = static_cast<float>(options.scale);
-  a.softcap = static_cast<float>(options.softcap);
-  if (options.distance_bias) {
+  a.scale = static_cast<float>(call.scale);
+  a.softcap = static_cast<float>(call.softcap);
+  if (call.distance_bias) {
     a.distance_bias =
-        distance_bias(*options.distance_bias, "distance_bias", a, longest_queries, longest_keys);
+        distance_bias(*call.distance_bias, "distance_bias", a, longest_queries, longest_keys);
   }
-  if (options.sinks) {
-    a.sinks = data_of<const float>(*options.sinks, "sinks", a.heads, ScalarType::Float);
-  }
-}
-inline void set_options(Problem& a, const Options& options, int64_t longest_queries,
-                        int64_t longest_keys) {
-  set_scores(a, options, longest_queries, longest_keys);
-  a.dropout.threshold = dropout::threshold(options.dropout_p);
-  if (a.dropout.threshold > 0) {
-    STD_TORCH_CHECK(options.dropout_seed.has_value(),
-                    "dropout_seed must be given when dropout_p > 0");
-    const bool has_origin = options.dropout_seed->numel() == dropout::kSeedAndOrigin;
-    const int64_t* numbers =
-        data_of<const int64_t>(*options.dropout_seed, "dropout_seed",
-                               has_origin ? dropout::kSeedAndOrigin : 1, ScalarType::Long);
-    const int64_t seed = numbers[0];
-    const uint32_t stream = static_cast<uint32_t>(options.dropout_stream);
-    if (has_origin) {
-      a.dropout.origin = dropout::origin_of(numbers);
-    }
-    a.dropout.scale = dropout::keep_scale(a.dropout.threshold);
-    a.dropout.row_key = dropout::stream_key(dropout::kRowTag, seed, stream);
-    a.dropout.column_key = dropout::stream_key(dropout::kColumnTag, seed, stream);
+  if (call.sinks) {
+    a.sinks = data_of<const float>(*call.sinks, "sinks", a.heads, ScalarType::Float);
   }
 }
 
-// masks: Masks, or what has its mask and lengths.
-template <class Masks>
-void set_masks(Problem& a, const Masks& masks) {
-  if (masks.mask) {
-    a.mask = mask_view(*masks.mask, "mask", a);
+inline void set_dropout(Problem& a, const Call& call) {
+  a.dropout.threshold = dropout::threshold(call.dropout_p);
+  if (a.dropout.threshold == 0) {
+    return;
   }
-  a.key_lengths = lengths(masks.key_lengths, "key_lengths", a.batch, a.queries);
-  a.query_lengths = lengths(masks.query_lengths, "query_lengths", a.batch, a.queries);
-}
-
-// rows: q, k and v.
-inline Problem problem(const Tensor (&rows)[3], const Masks& masks, const Options& options) {
-  const auto& [q, k, v] = rows;
-  const auto n = q.sizes(), n_k = k.sizes(), n_v = v.sizes();
-  STD_TORCH_CHECK(n.size() == 4 && n_k.size() == 4 && n_v.size() == 4,
-                  "q, k and v must have 4 dimensions");
-  const int64_t batch = n[0], heads = n[1], queries = n[2], head_dim = n[3];
-  const int64_t kv_heads = n_k[1], keys = n_k[2], value_dim = n_v[3];
-  Problem a = shape(batch, heads, kv_heads, queries, keys, head_dim, value_dim);
-  a.type = dtype_of(q, "q");
-  a.q = view(q, "q", a.type, batch, heads, queries, head_dim);
-  a.k = view(k, "k", a.type, batch, kv_heads, keys, head_dim);
-  a.v = view(v, "v", a.type, batch, kv_heads, keys, value_dim);
-  set_masks(a, masks);
-  set_options(a, options, queries, keys);
-  return a;
+  STD_TORCH_CHECK(call.dropout_seed.has_value(), "dropout_seed must be given when dropout_p > 0");
+  const bool has_origin = call.dropout_seed->numel() == dropout::kSeedAndOrigin;
+  const int64_t* numbers =
+      data_of<const int64_t>(*call.dropout_seed, "dropout_seed",
+                             has_origin ? dropout::kSeedAndOrigin : 1, ScalarType::Long);
+  const int64_t seed = numbers[0];
+  const uint32_t stream = static_cast<uint32_t>(call.dropout_stream);
+  if (has_origin) {
+    a.dropout.origin = dropout::origin_of(numbers);
+  }
+  a.dropout.scale = dropout::keep_scale(a.dropout.threshold);
+  a.dropout.row_key = dropout::stream_key(dropout::kRowTag, seed, stream);
+  a.dropout.column_key = dropout::stream_key(dropout::kColumnTag, seed, stream);
 }
 
 // The length of the longest sequence. Checks the offsets, which kernels do not.
@@ -260,28 +207,91 @@ inline int64_t longest(const Tensor& cu_seqlens, const char* name, int64_t batch
   return result;
 }
 
-// A packed batch: q [rows, heads, head_dim], k and v [rows, kv_heads, ...].
-inline Problem packed_problem(const Tensor (&tensors)[3], const Packing& packing,
-                              const Longest& longest_of, const Options& options) {
-  const auto& [q, k, v] = tensors;
-  const Tensor &cu_seqlens_q = packing.cu_seqlens_q, &cu_seqlens_k = packing.cu_seqlens_k;
-  STD_TORCH_CHECK(q.dim() == 3 && k.dim() == 3 && v.dim() == 3,
-                  "q, k and v must have 3 dimensions");
-  STD_TORCH_CHECK(cu_seqlens_q.dim() == 1 && cu_seqlens_q.size(0) > 0,
-                  "cu_seqlens_q must be [batch + 1]");
-  const int64_t batch = cu_seqlens_q.size(0) - 1, rows = q.size(0), heads = q.size(1);
-  const int64_t kv_heads = k.size(1), head_dim = q.size(2), value_dim = v.size(2);
-  Problem a = shape(batch, heads, kv_heads, longest(cu_seqlens_q, "cu_seqlens_q", batch, rows),
-                    longest(cu_seqlens_k, "cu_seqlens_k", batch, k.size(0)), head_dim, value_dim);
+// The longest sequences of a packed batch determine its shape, their offsets its rows.
+inline void set_packing(Problem& a, const Call& call) {
+  const Tensor &cu_seqlens_q = *call.cu_seqlens_q, &q = call.q, &k = call.k;
+  STD_TORCH_CHECK(call.cu_seqlens_k && cu_seqlens_q.dim() == 1 && cu_seqlens_q.size(0) > 0,
+                  "cu_seqlens_q must be [batch + 1], with cu_seqlens_k");
+  STD_TORCH_CHECK(!call.mask && !call.key_lengths && !call.query_lengths && !call.block_table,
+                  "packed sequences take no mask, lengths or block_table");
+  const int64_t batch = cu_seqlens_q.size(0) - 1, rows = q.size(0);
+  set_shape(a, batch, q.size(1), k.size(1), longest(cu_seqlens_q, "cu_seqlens_q", batch, rows),
+            longest(*call.cu_seqlens_k, "cu_seqlens_k", batch, k.size(0)), q.size(2),
+            call.v.size(2));
   a.cu_seqlens_q = static_cast<const int32_t*>(cu_seqlens_q.data_ptr());
-  a.cu_seqlens_k = static_cast<const int32_t*>(cu_seqlens_k.data_ptr());
-  a.type = dtype_of(q, "q");
-  a.q = packed_view(q, "q", a.type, rows, heads, head_dim);
-  a.k = packed_view(k, "k", a.type, k.size(0), kv_heads, head_dim);
-  a.v = packed_view(v, "v", a.type, k.size(0), kv_heads, value_dim);
+  a.cu_seqlens_k = static_cast<const int32_t*>(call.cu_seqlens_k->data_ptr());
   a.lse_strides = {nullptr, 0, rows, 1};
-  set_options(a, options, longest_of.queries, longest_of.keys);
-  return a;
+}
+
+// Keys and values in pages of a power of two. The public function checks the entries too, except in
+// compiled programs.
+inline void set_pages(Problem& a, const Call& call) {
+  const Tensor& table = *call.block_table;
+  STD_TORCH_CHECK(call.dropout_p == 0.0, "pages take no dropout");
+  a.pages.table =
+      data_of<const int32_t>(table, "block_table", a.batch * table.size(1), ScalarType::Int);
+  a.pages.per_sequence = table.size(1);
+  a.pages.size = static_cast<int>(call.k.size(2));
+  while ((1 << a.pages.shift) < a.pages.size) {
+    ++a.pages.shift;
+  }
+  const int64_t pages = call.k.size(0);
+  // Without queries no page is read, and key lengths of each query have no element.
+  const int64_t batch = a.queries > 0 ? a.batch : 0;
+  for (int64_t b = 0; b < batch; ++b) {
+    int keys = a.key_lengths.at(b * std::max<int64_t>(a.key_lengths.stride, 1), a.keys);
+    for (int64_t i = 1; i < a.key_lengths.stride; ++i) {
+      keys = std::max(keys, a.key_lengths.at(b * a.key_lengths.stride + i, a.keys));
+    }
+    const int32_t* entries = a.pages.table + b * a.pages.per_sequence;
+    for (int64_t t = 0; t * a.pages.size < keys; ++t) {
+      STD_TORCH_CHECK(entries[t] >= 0 && entries[t] < pages,
+                      "block_table must hold pages from 0 to ", pages - 1, ", got ", entries[t],
+                      " for sequence ", b);
+    }
+  }
+}
+
+// The problem of a readable call.
+inline void set_problem(Problem& a, const Call& call) {
+  const Tensor &q = call.q, &k = call.k, &v = call.v;
+  a.type = dtype_of(q, "q");
+  if (call.packed()) {
+    set_packing(a, call);
+  } else {
+    const auto n = q.sizes(), n_k = k.sizes();
+    const int64_t pages = call.block_table ? call.block_table->size(1) : 1;
+    set_shape(a, n[0], n[1], n_k[1], n[2], n_k[2] * pages, n[3], v.size(3));
+    a.lse_strides = {nullptr, a.heads * a.queries, a.queries, 1};
+  }
+  const int64_t entries = call.block_table ? k.size(0) : a.batch;  // of keys
+  const int64_t rows = k.size(call.packed() ? 0 : 2);
+  a.q = view(q, "q", a, a.batch, a.heads, call.packed() ? q.size(0) : a.queries, a.head_dim);
+  a.k = view(k, "k", a, entries, a.kv_heads, rows, a.head_dim);
+  a.v = view(v, "v", a, entries, a.kv_heads, rows, a.value_dim);
+  if (call.mask) {
+    a.mask = mask_view(*call.mask, "mask", a);
+  }
+  a.key_lengths = lengths(call.key_lengths, "key_lengths", a.batch, a.queries);
+  a.query_lengths = lengths(call.query_lengths, "query_lengths", a.batch, a.queries);
+  set_scores(a, call, call.packed() ? call.max_seqlen_q : a.queries,
+             call.packed() ? call.max_seqlen_k : a.keys);
+  set_dropout(a, call);
+  if (call.block_table) {
+    set_pages(a, call);
+  }
+}
+
+// Rows of a head in the tensors of queries, or of keys: of all packed sequences.
+inline int64_t query_rows(const Problem& a, const Call& call) {
+  return call.packed() ? call.q.size(0) : a.queries;
+}
+inline int64_t key_rows(const Problem& a, const Call& call) {
+  return call.packed() ? call.k.size(0) : a.keys;
+}
+// Rows of lse in all heads.
+inline int64_t lse_rows(const Problem& a, const Call& call) {
+  return (call.packed() ? 1 : a.batch) * a.heads * query_rows(a, call);
 }
 
 // Clears rows [first, rows) of a packed result, which belong to no sequence.
@@ -300,18 +310,47 @@ inline void clear_rows(DType type, const TensorView& x, int64_t heads, int64_t f
 // Workspace up to this size is on the stack.
 constexpr int64_t kLocalFloats = 2048;
 
-// first: the place of q, which k follows. Wrong numbers of dimensions raise later.
-inline bool is_supported(const StableIValue* first, int64_t dims) {
-  const TensorOnStack q(first[0]), k(first[1]);
-  const int64_t rows = dims == 4 ? 2 : 0;
-  return has_kernels_for(q.scalar_type()) &&
-         (q.dim() != dims || k.dim() != dims ||
-          std::max(q.size(rows), k.size(rows)) <= kMaxPositions);
+// Places in kCallSchema.
+constexpr int kCuSeqlensQ = 7, kBlockTable = 21;
+
+// Whether the kernels support a call, which begins at q. Wrong numbers of dimensions raise later.
+inline bool is_supported(const StableIValue* call, bool has_pages) {
+  const auto optional = [&](int place) {
+    return torch::stable::detail::to<StableIValue*>(call[place]);
+  };
+  const TensorOnStack q(call[0]), k(call[1]);
+  const StableIValue* const block_table = optional(kBlockTable);
+  if (!has_kernels_for(q.scalar_type()) || (block_table && !has_pages)) {
+    return false;
+  }
+  const bool is_packed = optional(kCuSeqlensQ);
+  const int64_t rows = is_packed ? 0 : 2, dims = is_packed ? 3 : 4;
+  if (q.dim() != dims || k.dim() != dims) {
+    return true;
+  }
+  int64_t keys = k.size(rows);
+  if (block_table) {
+    const TensorOnStack table(*block_table);
+    if (keys < kLeastPage || (keys & (keys - 1)) != 0 || keys > kMaxPositions) {
+      return false;
+    }
+    keys *= table.dim() == 2 ? table.size(1) : 1;
+  }
+  return std::max(q.size(rows), keys) <= kMaxPositions;
 }
 
-inline void check_dimensions(const Operands& x, int64_t dims) {
-  STD_TORCH_CHECK(x.q.dim() == dims && x.k.dim() == dims && x.v.dim() == dims,
+inline void check_dimensions(const Call& call) {
+  const int64_t dims = call.packed() ? 3 : 4;
+  STD_TORCH_CHECK(call.q.dim() == dims && call.k.dim() == dims && call.v.dim() == dims,
                   "q, k and v must have ", dims, " dimensions");
+  const std::optional<Tensor>& table = call.block_table;
+  STD_TORCH_CHECK(!table || (table->dim() == 2 && table->size(0) == call.q.size(0)),
+                  "block_table must be [", call.q.size(0), ", pages]");
 }
 
-}  // namespace fastattn::attention
+inline void check_padded(const Call& call) {
+  STD_TORCH_CHECK(!call.packed() && !call.block_table,
+                  "attention_with_weights takes no cu_seqlens and no block_table");
+}
+
+}  // namespace fastattn::attention::cpu

@@ -12,6 +12,7 @@ Pages pages_of(const Call& call) {
     return {};
   }
   const Tensor &table = *call.block_table, &k = call.k;
+  STD_TORCH_CHECK(table.dim() == 2 && !call.packed(), "block_table must have 2 dimensions");
   int log2_size = kLeastLog2Page;
   while (log2_size < kMostLog2Page && int64_t{1} << log2_size != k.size(2)) {
     ++log2_size;
@@ -34,8 +35,9 @@ Variant paged_variant(Variant variant) {
   return changes_scores(variant) ? Variant::kPagedScores : Variant::kPaged;
 }
 
-// The arguments after those of the call: out, lse, num_sms, workspace.
-void run_forward(const Call& call, Arguments& arguments, StableIValue* stack) {
+void attention_fwd(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  const Call call{arguments};
   const Tensor out = arguments.tensor(), lse = arguments.tensor();
   const int num_sms = static_cast<int>(arguments.take<int64_t>());
   const std::optional<Tensor> workspace = arguments.optional();
@@ -76,20 +78,6 @@ void run_forward(const Call& call, Arguments& arguments, StableIValue* stack) {
       }));
 }
 
-void attention_fwd(StableIValue* stack, uint64_t, uint64_t) {
-  Arguments arguments(stack);
-  run_forward(Call{arguments}, arguments, stack);
-}
-
-void attention_paged_fwd(StableIValue* stack, uint64_t, uint64_t) {
-  Arguments arguments(stack);
-  Call call{arguments};
-  call.block_table = arguments.tensor();
-  STD_TORCH_CHECK(call.block_table->dim() == 2 && !call.packed(),
-                  "block_table must have 2 dimensions");
-  run_forward(call, arguments, stack);
-}
-
 }  // namespace
 }  // namespace fastattn::attention
 
@@ -97,12 +85,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastattn_sm90, m) {
   using namespace fastattn::attention;
   m.def(("attention_fwd(" + kCallSchema + ", Tensor(a!) out, Tensor(b!) lse" + kWorkspaceSchema)
             .c_str());
-  m.def(("attention_paged_fwd(" + kCallSchema +
-         ", Tensor block_table, Tensor(a!) out, Tensor(b!) lse" + kWorkspaceSchema)
-            .c_str());
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastattn_sm90, CUDA, m) {
   m.impl("attention_fwd", &fastattn::attention::attention_fwd);
-  m.impl("attention_paged_fwd", &fastattn::attention::attention_paged_fwd);
 }

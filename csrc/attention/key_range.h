@@ -8,9 +8,8 @@
 
 namespace fastattn::attention {
 
-// Codes of the schema's `causal` that are not 0 or 1: alignment by the sizes of the tensors, or by
-// the lengths of each sequence.
-constexpr int kBottomRight = 2, kBottomRightLengths = 3;
+// Values of the schema's `causal`: CausalKind in fastattn/ops/attention/calls.py.
+enum CausalKind : int { kNotCausal, kTopLeft, kBottomRight, kBottomRightLengths };
 
 struct Bounds {
   int left, right;  // not negative; unlimited: at least queries + keys

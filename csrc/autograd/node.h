@@ -191,7 +191,7 @@ class OpNode final : public torch::autograd::Node {
 
   const Derivative& derivative_;  // lives as long as the process
   std::vector<SavedVariable> saved_;
-  c10::SmallVector<c10::IValue, 8> constants_;
+  c10::SmallVector<c10::IValue, 12> constants_;
   c10::SmallVector<at::ScalarType, 2> dtypes_;
   c10::SmallVector<bool, 2> equal_;  // whether each of the derivative's `equal` holds
 };

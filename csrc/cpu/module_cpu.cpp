@@ -105,7 +105,7 @@ void use_isa(Isa isa) {
 // Increased when an operator of the library changes. fastattn/ops/_native.py looks for it in the
 // file before the library is loaded, which registers its kernels.
 extern "C" __attribute__((used, visibility("default"))) const char fastattn_cpu_interface[] =
-    "fastattn_cpu interface 2";
+    "fastattn_cpu interface 3";
 
 STABLE_TORCH_LIBRARY(fastattn_cpu, m) {
   m.def("usable_isas() -> int[]");

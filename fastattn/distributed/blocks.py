@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fastattn.ops._select import OPS, select
-from fastattn.ops.attention.calls import BackwardCall
+from fastattn.ops.attention.calls import BackwardCall, ForwardCall
 from fastattn.ops.attention.op import CAUSAL
 
 _TOP_LEFT, _BOTTOM_RIGHT = CAUSAL["top_left"], CAUSAL["bottom_right"]
@@ -139,7 +139,7 @@ class Block:
 
     def forward(self, x: Inputs) -> tuple[Tensor, Tensor]:
         """Its out and lse."""
-        return self._run(torch.ops.fastattn.attention_fwd, *self._inputs(x), *self._options())  # type: ignore[no-any-return]
+        return self._run(torch.ops.fastattn.attention_fwd, *self._forward_call(x))  # type: ignore[no-any-return]
 
     def backward(
         self,
@@ -157,14 +157,13 @@ class Block:
         A backend that may compute the weights again, instead of taking them from lse, gets the
         block's own out and lse, which are computed again.
         """
-        *tensors, bias, _ = self._inputs(x)
+        forward = self._forward_call(x)
         needs = [need and y is not None for need, y in zip(needs, x, strict=True)]
 
         def call_with(
             dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor
         ) -> BackwardCall:
-            given = (dout, dlse, *tensors, out, lse, bias, None)
-            return BackwardCall._make([*given, *self._options(), [*needs, False]])
+            return BackwardCall._make([dout, dlse, out, lse, *forward, [*needs, False]])
 
         out, m, log_sum = (self.of_rows(y) for y in (out, m, log_sum))
         dout = None if dout is None else self.of_rows(dout)
@@ -238,29 +237,21 @@ class Block:
         n, m = (most if x is None else x.clamp(0, most)[:, None] for x, most in ends)
         return n - m  # type: ignore[return-value]
 
-    def _inputs(self, x: Inputs) -> tuple[Tensor | None, ...]:
-        """The op's arguments from q to sinks."""
+    def _forward_call(self, x: Inputs) -> ForwardCall:
+        call, at, causal, left, right = self.call, self.at, 0, -1, -1
         mask = None if x.mask is None else self.of_mask(x.mask)
         key_lengths, allowed = self._key_lengths(x.q.device), self._allowed(x.q.device)
         if allowed is not None:
             mask = allowed if mask is None else _intersection(mask, allowed)
-        query_lengths = self.call.query_lengths
+        query_lengths = call.query_lengths
         if query_lengths is not None:
             query_lengths = (query_lengths - self.query).clamp(min=0)
         bias = x.distance_bias
-        if bias is not None and self.call.causal == _BY_LENGTHS:
+        if bias is not None and call.causal == _BY_LENGTHS:
             entries = self._entries(bias)
             bias = bias.expand(entries.shape[0], -1, -1).gather(2, entries)
         elif bias is not None:
             bias = bias[..., self._distances]
-        return (
-            self.of_rows(x.q), self.of_keys(x.k), self.of_keys(x.v), mask, None, key_lengths,
-            query_lengths, bias, None,
-        )  # fmt: skip
-
-    def _options(self) -> tuple[Any, ...]:
-        """The op's arguments from softcap to dropout_stream."""
-        call, at, causal, left, right = self.call, self.at, 0, -1, -1
         if call.causal != _BY_LENGTHS and not self._is_small:
             left = -at.low if at.low > 1 - at.rows else -1
             right = at.high if at.high < at.keys - 1 else -1
@@ -269,9 +260,12 @@ class Block:
         seed = call.dropout_seed
         if seed is not None:
             seed = torch.cat([seed[:3], seed[3:4] + self.query, seed[4:] + self.key])
-        return (
-            call.softcap, causal, left, right, call.scale, call.dropout_p, seed,
-            call.dropout_stream,
+        return ForwardCall(
+            self.of_rows(x.q), self.of_keys(x.k), self.of_keys(x.v), mask,
+            key_lengths=key_lengths, query_lengths=query_lengths, distance_bias=bias,
+            softcap=call.softcap, causal=causal, window_left=left, window_right=right,
+            scale=call.scale, dropout_p=call.dropout_p, dropout_seed=seed,
+            dropout_stream=call.dropout_stream,
         )  # fmt: skip
 
     @property

@@ -24,6 +24,7 @@ from fastattn.distributed.blocks import DROPOUT_TILE, Call
 from fastattn.distributed.ring import Ring, RingAttention
 from fastattn.distributed.sequence import place
 from fastattn.functional import PreparedMask
+from fastattn.ops.attention.op import ForwardCall
 from fastattn.ops.attention.op import attention as attention_op
 
 Method = Literal["ring", "all_to_all"]
@@ -186,12 +187,14 @@ def _by_heads(
     if seed is not None:
         seed = torch.cat([seed[:2], seed[2:3] + heads.start, seed[3:]])
     q, k, v = to_heads([q, k, v], [balanced, key_balanced, key_balanced], group)
-    out, lse = attention_op(
-        q, k, v, mask, None, key_lengths, call.query_lengths,
-        None if bias is None else bias[:, heads], None if sinks is None else sinks[heads],
-        call.softcap, call.causal, call.window_left, call.window_right, call.scale, call.dropout_p,
-        seed, call.dropout_stream, backend=call.backend,
+    of_heads = ForwardCall(
+        q, k, v, mask, key_lengths=key_lengths, query_lengths=call.query_lengths,
+        distance_bias=None if bias is None else bias[:, heads],
+        sinks=None if sinks is None else sinks[heads], softcap=call.softcap, causal=call.causal,
+        window_left=call.window_left, window_right=call.window_right, scale=call.scale,
+        dropout_p=call.dropout_p, dropout_seed=seed, dropout_stream=call.dropout_stream,
     )  # fmt: skip
+    out, lse = attention_op(*of_heads, backend=call.backend)
     results = [out, lse] if return_lse else [out]
     results = to_sequence(results, [balanced] * len(results), group)
     return results[0], results[1] if return_lse else None

@@ -92,7 +92,11 @@ def _unwanted(given: Mapping[str, Any], results: Sequence[str]) -> set[str]:
 
 
 def _attention(given: Mapping[str, Any]) -> Sequence[_Placements]:
-    """Over the batch, and over heads if each process gets whole groups of query heads."""
+    """Over the batch, and over heads if each process gets whole groups of query heads; nothing but
+    replication of packed sequences and of pages, whose tensors have other dimensions.
+    """
+    if given["cu_seqlens_q"] is not None or given["block_table"] is not None:
+        return []
     k, mask = given["k"], given["mask"]
     ways = []
     for dim in (0, 1):

@@ -15,54 +15,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn.functional import ForwardCall
+
 _MODULE = "torch.utils.flop_counter"
+_FIELDS = len(ForwardCall._fields)
 
 
-def attention_flops(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **kwargs: Any) -> int:
-    """Q Kᵀ and P V of q `[B, H, M, D]`, k `[B, K, N, D]`, v `[B, K, N, E]`."""
-    B, H, M, D = q.shape
-    return 2 * B * H * M * k.shape[2] * (D + v.shape[3])
+def attention_flops(*args: Any, **kwargs: Any) -> int:
+    """Q Kᵀ and P V, for all keys of a block table."""
+    call = ForwardCall(*args[:_FIELDS])
+    return 2 * _pairs(call) * (call.q.shape[-1] + call.v.shape[-1])
 
 
-def attention_paged_flops(
-    q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, *rest: Any, **kwargs: Any
-) -> int:
-    """FLOPs for all keys of the block table: k `[P, K, page, D]`, v `[P, K, page, E]`."""
-    B, H, M, D = q.shape
-    return 2 * B * H * M * block_table.shape[1] * k.shape[2] * (D + v.shape[3])
-
-
-def attention_backward_flops(
-    dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **kw: Any
-) -> int:
+def attention_backward_flops(*args: Any, **kwargs: Any) -> int:
     """Q Kᵀ recomputed, dO Vᵀ, Pᵀ dO, dS K and dSᵀ Q."""
-    B, H, M, D = q.shape
-    return 2 * B * H * M * k.shape[2] * (3 * D + 2 * v.shape[3])
+    _dout, _dlse, _out, _lse, *forward = args
+    call = ForwardCall(*forward[:_FIELDS])
+    return 2 * _pairs(call) * (3 * call.q.shape[-1] + 2 * call.v.shape[-1])
 
 
-def attention_with_weights_backward_flops(
-    dout: Tensor | None, dlse: Tensor | None, dweights: Tensor | None, *rest: Any, **kwargs: Any
-) -> int:
+def attention_with_weights_backward_flops(*args: Any, **kwargs: Any) -> int:
     """FLOPs of `attention_backward_flops`."""
+    dout, dlse, _, *rest = args
     return attention_backward_flops(dout, dlse, *rest)
 
 
-def varlen_flops(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int,
-    *rest: Any, **kwargs: Any,
-) -> int:  # fmt: skip
-    """`attention_flops` summed over sequences: q `[T, H, D]`, k `[S, K, D]`, v `[S, K, E]`."""
-    H, D = q.shape[1:]
-    return 2 * H * _pairs(cu_q, cu_k, max_q, max_k) * (D + v.shape[2])
-
-
-def varlen_backward_flops(
-    dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor,
-    cu_k: Tensor, out: Tensor, lse: Tensor, max_q: int, max_k: int, *rest: Any, **kwargs: Any,
-) -> int:  # fmt: skip
-    """`attention_backward_flops` summed over sequences."""
-    H, D = q.shape[1:]
-    return 2 * H * _pairs(cu_q, cu_k, max_q, max_k) * (3 * D + 2 * v.shape[2])
+def _pairs(call: ForwardCall) -> int:
+    """Pairs of a query and a key in all heads."""
+    cu_q, cu_k, H = call.cu_seqlens_q, call.cu_seqlens_k, call.q.shape[1]
+    if cu_q is None or cu_k is None:
+        pages = 1 if call.block_table is None else call.block_table.shape[1]
+        return call.q.shape[0] * H * call.q.shape[2] * call.k.shape[2] * pages
+    if cu_q.is_meta or torch._subclasses.fake_tensor.is_fake(cu_q):
+        return H * (cu_q.shape[0] - 1) * call.max_seqlen_q * call.max_seqlen_k
+    lengths_q, lengths_k = cu_q.long().diff(), cu_k.long().diff()
+    return H * int((lengths_q * lengths_k).sum())
 
 
 def ffn_flops(
@@ -101,12 +88,9 @@ def linear_backward_flops(
 
 FORMULAS: dict[str, Callable[..., int]] = {
     "attention_fwd": attention_flops,
-    "attention_paged_fwd": attention_paged_flops,
     "attention_bwd": attention_backward_flops,
     "attention_with_weights_fwd": attention_flops,
     "attention_with_weights_bwd": attention_with_weights_backward_flops,
-    "attention_varlen_fwd": varlen_flops,
-    "attention_varlen_bwd": varlen_backward_flops,
     "ffn_fwd": ffn_flops,
     "ffn_bwd": ffn_backward_flops,
     "linear_fwd": linear_flops,
@@ -153,10 +137,3 @@ class _Finder(importlib.abc.MetaPathFinder):
 
             spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec
-
-
-def _pairs(cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> int:
-    if cu_q.is_meta or torch._subclasses.fake_tensor.is_fake(cu_q):
-        return (cu_q.shape[0] - 1) * max_q * max_k
-    lengths_q, lengths_k = cu_q.long().diff(), cu_k.long().diff()
-    return int((lengths_q * lengths_k).sum())

@@ -21,9 +21,6 @@ from fastattn import functional
 from fastattn.nn.fusion import is_plain_tensor
 
 NAME = "fastattn"
-# The op's code for the flash op's is_causal. SDPA passes is_causal with M == N alone, torch's
-# causal_lower_right with every M and N.
-_BOTTOM_RIGHT = 2
 
 
 def register() -> None:
@@ -61,6 +58,29 @@ def override(key: str = "CUDA") -> Handle:
     return Handle(library)
 
 
+def _call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    is_causal: bool,
+    scale: float | None,
+    dropout_p: float,
+    seed: Tensor | None,
+) -> functional.ForwardCall:
+    """is_causal is bottom-right: SDPA passes it with M == N alone, torch's causal_lower_right with
+    every M and N.
+    """
+    return functional.ForwardCall(
+        query,
+        key,
+        value,
+        causal=functional.CAUSAL["bottom_right" if is_causal else False],
+        scale=query.shape[-1] ** -0.5 if scale is None else scale,
+        dropout_p=dropout_p,
+        dropout_seed=seed,
+    )
+
+
 def _forward(
     query: Tensor,
     key: Tensor,
@@ -74,11 +94,8 @@ def _forward(
     if return_debug_mask:
         raise NotImplementedError("return_debug_mask=True is not supported by fastattn")
     seed = functional.new_dropout_seed(query.device) if dropout_p > 0.0 else None
-    out, lse = torch.ops.fastattn.attention_fwd(
-        query, key, value, None, None, None, None, None, None, 0.0,
-        _BOTTOM_RIGHT if is_causal else 0, -1, -1,
-        query.shape[-1] ** -0.5 if scale is None else scale, dropout_p, seed, 0,
-    )  # fmt: skip
+    call = _call(query, key, value, is_causal, scale, dropout_p, seed)
+    out, lse = torch.ops.fastattn.attention_fwd(*call)
     # The seed is returned as torch's generator state, in the state's shape.
     state = (
         torch.zeros(2, dtype=torch.int64, device=query.device) if seed is None else seed.repeat(2)
@@ -106,13 +123,12 @@ def _backward(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    seed = philox_seed.view(torch.int64)[:1] if dropout_p > 0.0 else None
+    call = _call(query, key, value, is_causal, scale, dropout_p, seed)
+    needs = [True, True, True, False, False, False]
     grads = torch.ops.fastattn.attention_bwd(
-        grad_out.contiguous(), None, query, key, value, None, None, None, None, out, logsumexp,
-        None, None, 0.0, _BOTTOM_RIGHT if is_causal else 0, -1, -1,
-        query.shape[-1] ** -0.5 if scale is None else scale, dropout_p,
-        philox_seed.view(torch.int64)[:1] if dropout_p > 0.0 else None, 0,
-        [True, True, True, False, False, False],
-    )  # fmt: skip
+        grad_out.contiguous(), None, out, logsumexp, *call, needs
+    )
     return grads[0], grads[1], grads[2]
 
 
@@ -156,8 +172,8 @@ def _attention_of_sdpa(
     ):
         code = functional.CAUSAL["top_left"] if is_causal else 0
         return functional.attention_op.overload(None)(
-            query, key, value, None, None, None, None, None, None, 0.0, code, -1, -1,
-            sizes[3] ** -0.5 if sizes[3] else 1.0, 0.0, None, 0,
+            query, key, value, None, None, None, None, None, None, 0, 0, None, None, 0.0, code,
+            -1, -1, sizes[3] ** -0.5 if sizes[3] else 1.0, 0.0, None, 0, None,
         )[0]  # fmt: skip
     inputs = (query, key, value)
     if not all(_is_supported(x) and x.dim() == 4 and x.dtype in functional.FLOATS for x in inputs):

@@ -22,7 +22,7 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 # The instruction sets of csrc/cpu/dispatch.h, in its order.
 _CPU_ISAS = ("portable", "avx2", "avx512", "avx512_bf16")
 _INTERFACE = 5  # kInterface of csrc/autograd/derivative.h
-_CPU_INTERFACE = b"fastattn_cpu interface 2\0"  # in the file, by csrc/cpu/module_cpu.cpp
+_CPU_INTERFACE = b"fastattn_cpu interface 3\0"  # in the file, by csrc/cpu/module_cpu.cpp
 # Commands that build a library that `pip install .` may leave out.
 _BUILD = {
     name: f"FASTATTN_NATIVE=cpu,autograd,{name} pip install --no-build-isolation ."

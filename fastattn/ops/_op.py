@@ -80,10 +80,12 @@ class Op:
     that torch.vmap can fold its dimension into it. The batch is their first dimension, or all
     leading dimensions if batch_is_one_dimension is False.
     broadcast: arguments that have this batch or a batch of 1.
+    unfoldable: arguments with which the batch is not that dimension: vmap then calls in a loop.
     dropout: the dropout probabilities; the dropout bits depend on the position in the batch.
     contiguous: tensors whose last dimension Python makes contiguous before it calls a backend.
     is_derivative: whether it computes gradients of another op.
     requestable: whether users can choose its backend.
+    other_names: further public functions that the op belongs to, by which users can choose, too.
     requested_in_pairs: FASTATTN_BACKEND applies only if it names the op, as in linear=cpu.
     decomposition: the module of the package with the op in PyTorch's operators, for export.
     """
@@ -103,9 +105,11 @@ class Op:
         batched: Sequence[str] = (),
         batch_is_one_dimension: bool = False,
         broadcast: Sequence[str] = (),
+        unfoldable: Sequence[str] = (),
         dropout: Sequence[str] = (),
         is_derivative: bool = False,
         requestable: bool = True,
+        other_names: Sequence[str] = (),
         requested_in_pairs: bool = False,
         decomposition: str = "reference",
     ):
@@ -115,7 +119,8 @@ class Op:
         self.is_derivative, self.requestable = is_derivative, requestable
         self.requested_in_pairs, self._decomposition = requested_in_pairs, decomposition
         self.batched, self.batch_is_one_dimension = frozenset(batched), batch_is_one_dimension
-        self.broadcast, self.dropout = broadcast, dropout
+        self.broadcast, self.dropout, self.unfoldable = broadcast, dropout, unfoldable
+        self.names = (self.public_name, *other_names)
         self.backends = {backend.name: backend for backend in backends}
         self.orders: dict[tuple[torch.device, torch.dtype], tuple[Backend, ...]] = {}
         self._modules: dict[str, ModuleType] = {}

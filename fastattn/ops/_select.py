@@ -74,6 +74,11 @@ class Explanation:
         return "\n".join(lines + [f"  backend {name} {why}" for name, why in self.refusals.items()])
 
 
+def op_of(public_name: str) -> "Op":
+    """The forward op of a public function."""
+    return next(o for o in OPS.values() if public_name in o.names and not o.is_derivative)
+
+
 # -- one call -------------------------------------------------------------------------------------
 def refusal(op: "Op", backend: str, args: Sequence[Any]) -> str | None:
     """Why `backend` cannot run this call, or None."""
@@ -216,7 +221,7 @@ def requested_backend(op: "Op") -> str | None:
     if not request or not op.requestable:
         return None
     requestable = [other for other in OPS.values() if other.requestable]
-    known = sorted({other.public_name for other in requestable})
+    known = sorted({name for other in requestable for name in other.names})
     backends = {backend for other in requestable for backend in other.backends}
     for name, backend in request.items():
         if name and name not in known:
@@ -229,7 +234,13 @@ def requested_backend(op: "Op") -> str | None:
                 f"{_env.BACKEND_VARIABLE} must name one of {', '.join(sorted(backends))}, "
                 f"or pairs such as attention=triton, got {got!r}"
             )
-    requested = request.get(op.public_name) or (None if op.requested_in_pairs else request.get(""))
+    named = {name: request[name] for name in op.names if name in request}
+    if len({*named.values()}) > 1:
+        raise ValueError(
+            f"{_env.BACKEND_VARIABLE} must name one backend for {' and '.join(named)}, which are "
+            f"one op, got {' and '.join(named.values())}"
+        )
+    requested = next(iter(named.values()), None if op.requested_in_pairs else request.get(""))
     if requested is not None:
         check_known(op, requested, _env.BACKEND_VARIABLE)
     return requested

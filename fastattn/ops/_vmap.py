@@ -35,6 +35,8 @@ def _is_independent(op: "Op", dims: Sequence[int | None], args: Sequence[Any]) -
     names = op.arguments
     if not op.batched or any(args[names.index(p)] for p in op.dropout):
         return False
+    if any(args[names.index(name)] is not None for name in op.unfoldable):
+        return False
     if any(d is not None and names[i] not in op.batched for i, d in enumerate(dims[: len(names)])):
         return False
     if "needs" not in names:

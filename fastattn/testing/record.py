@@ -19,6 +19,13 @@ def check_recordable(options: argparse.Namespace, device: torch.device) -> None:
     for option in ("sample", "quick", "fuzz"):
         if getattr(options, option):
             raise ValueError(f"--record must go with every sample, got --{option}")
+    for op in _select.OPS.values():
+        given = [name for name in op.names if name in (options.op or op.names)]
+        if 0 < len(given) < len(op.names):
+            raise ValueError(
+                f"--record must go with all of {', '.join(op.names)}, which are one op, got --op "
+                f"{', '.join(given)}"
+            )
     file = _env.record_path()
     if file is None:
         raise ValueError(f"{_env.RECORD_VARIABLE} must name a file to record in, got ''")
@@ -33,7 +40,8 @@ def record(rows: Sequence[Row], device: torch.device) -> str:
     statuses: dict[_verified.Kernel, Counter[str]] = {}
     for row in rows:
         if row.backend != "reference":
-            key = row.op, row.backend, _verified.name(DTYPES[row.dtype])
+            op = _select.op_of(row.op).public_name
+            key = op, row.backend, _verified.name(DTYPES[row.dtype])
             statuses.setdefault(key, Counter())[row.status] += 1
     failed = [key for key, count in statuses.items() if count["FAIL"]]
     unknown = [key for key, count in statuses.items() if count["skipped"] and not count["FAIL"]]

@@ -156,9 +156,9 @@ class OpSpec:
 
     @property
     def backends(self) -> tuple[str, ...]:
-        from fastattn.ops._op import OPS
+        from fastattn.ops._select import op_of
 
-        return tuple(OPS[f"{self.name}_fwd"].backends)
+        return tuple(op_of(self.name).backends)
 
 
 def widen(inputs: Inputs) -> Inputs:

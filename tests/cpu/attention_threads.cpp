@@ -12,7 +12,7 @@
 #include "attention/cpu/launch.h"
 
 using namespace fastattn;
-using namespace fastattn::attention;
+using namespace fastattn::attention::cpu;
 
 namespace {
 

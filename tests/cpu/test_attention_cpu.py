@@ -16,6 +16,7 @@ import fastattn
 from fastattn.ops import _select
 from fastattn.ops._op import Op
 from fastattn.ops.attention import cpu
+from fastattn.ops.attention.calls import ForwardCall
 from fastattn.ops.attention.spec_inputs import make_inputs
 from fastattn.testing.check import check_sample
 from fastattn.testing.oracle import Oracle
@@ -343,12 +344,8 @@ def test_the_bias_of_a_distance_is_that_of_a_mask(
     mask = bias.detach()[:, :, entries].requires_grad_()
 
     def results(given: Tensor, name: str) -> list[Tensor]:
-        arguments = {"mask": None, "mask_tiles": None, "key_lengths": None, "query_lengths": None}
-        options: dict[str, Any] = {"distance_bias": None, "sinks": None, "softcap": 0.0}
-        options |= {"causal": 2, "window_left": -1, "window_right": -1, "scale": 0.25}
-        options |= {"dropout_p": 0.0, "dropout_seed": None, "dropout_stream": 0}
-        restrictions = arguments | options | {name: given}
-        out, lse = torch.ops.fastattn.attention_fwd(q, k, v, **restrictions)
+        call = ForwardCall(q, k, v, causal=2, scale=0.25)._replace(**{name: given})
+        out, lse = torch.ops.fastattn.attention_fwd(*call)
         return [out, lse, torch.autograd.grad(out, given, dout)[0]]
 
     out, lse, gradient = results(bias, "distance_bias")
@@ -494,13 +491,8 @@ def test_layouts(S: int, D: int, view: Callable[[Tensor], Tensor], dtype: torch.
 
 def _forward(**changes: Any) -> None:
     x = torch.zeros(1, 2, 5, 8)
-    arguments = {name: x for name in ("q", "k", "v")}
-    arguments |= dict.fromkeys(("mask", "mask_tiles", "key_lengths", "query_lengths"))
-    arguments |= {"distance_bias": None, "sinks": None, "softcap": 0.0}
-    arguments |= {"causal": 0, "window_left": -1, "window_right": -1, "scale": 1.0}
-    arguments |= {"dropout_p": 0.0, "dropout_seed": None, "dropout_stream": 0}
-    arguments |= {"out": torch.empty_like(x), "lse": torch.empty(1, 2, 5)}
-    torch.ops.fastattn.attention_fwd.out(**arguments | changes)
+    results = {"out": torch.empty_like(x), "lse": torch.empty(1, 2, 5)}
+    torch.ops.fastattn.attention_fwd.out(**ForwardCall(x, x, x)._asdict() | results | changes)
 
 
 @pytest.mark.parametrize(

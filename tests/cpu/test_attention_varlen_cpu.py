@@ -11,6 +11,7 @@ from cpu_library import assert_threads_change_no_bit, needs_library, slower_isas
 from torch import Tensor
 
 import fastattn
+from fastattn.ops.attention.calls import ForwardCall
 from fastattn.testing.check import check_sample
 from fastattn.testing.oracle import Oracle
 from fastattn.testing.poison import poisoned_results
@@ -143,14 +144,10 @@ def test_strided_projections_of_one_tensor(dtype: torch.dtype) -> None:
 
 def _forward(**changes: Any) -> None:
     x = torch.zeros(9, 2, 8)
-    arguments: dict[str, Any] = {name: x for name in ("q", "k", "v")}
-    arguments |= {"cu_seqlens_q": _offsets(4, 5), "cu_seqlens_k": _offsets(4, 5)}
-    arguments |= {"max_seqlen_q": 5, "max_seqlen_k": 5}
-    arguments |= {"distance_bias": None, "sinks": None, "softcap": 0.0}
-    arguments |= {"causal": 0, "window_left": -1, "window_right": -1, "scale": 1.0}
-    arguments |= {"dropout_p": 0.0, "dropout_seed": None, "dropout_stream": 0}
-    arguments |= {"out": torch.empty_like(x), "lse": torch.empty(2, 9)}
-    torch.ops.fastattn.attention_varlen_fwd.out(**arguments | changes)
+    offsets = {"cu_seqlens_q": _offsets(4, 5), "cu_seqlens_k": _offsets(4, 5)}
+    call = ForwardCall(x, x, x, max_seqlen_q=5, max_seqlen_k=5, **offsets)
+    results = {"out": torch.empty_like(x), "lse": torch.empty(2, 9)}
+    torch.ops.fastattn.attention_fwd.out(**call._asdict() | results | changes)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from cpu_library import assert_threads_change_no_bit, needs_library, slower_isas
 from torch import Tensor
 
 import fastattn
-from fastattn.ops.attention.op import CAUSAL
+from fastattn.ops.attention.op import CAUSAL, ForwardCall
 from fastattn.testing.check import check_sample
 from fastattn.testing.oracle import Oracle
 from fastattn.testing.poison import poisoned_results
@@ -120,12 +120,7 @@ def _all_results(q: Tensor, k: Tensor, v: Tensor, backend: str, **changes: Any) 
 
 
 def _arguments(q: Tensor, k: Tensor, v: Tensor, **changes: Any) -> dict[str, Any]:
-    arguments: dict[str, Any] = {"q": q, "k": k, "v": v}
-    arguments |= dict.fromkeys(("mask", "mask_tiles", "key_lengths", "query_lengths"))
-    arguments |= {"distance_bias": None, "sinks": None, "softcap": 0.0}
-    arguments |= {"causal": 0, "window_left": -1, "window_right": -1, "scale": 1.0}
-    arguments |= {"dropout_p": 0.0, "dropout_seed": None, "dropout_stream": 0, "average": False}
-    return arguments | changes
+    return ForwardCall(q, k, v)._asdict() | {"average": False} | changes
 
 
 @pytest.mark.parametrize("average", [False, True])

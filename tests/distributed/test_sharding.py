@@ -61,19 +61,24 @@ def score_changes_stay_sharded() -> None:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     from fastattn.distributed import register_sharding_rules
+    from fastattn.ops.attention.calls import ForwardCall
 
     register_sharding_rules()
     mesh = init_device_mesh("cpu", (PROCESSES,))
     attend = torch.ops.fastattn.attention_fwd
-    options = (2.0, 0, -1, -1, 0.3, 0.0, None, 0)
+
+    def call_of(tensors: Any, lengths: Any) -> ForwardCall:
+        names = ("q", "k", "v", "distance_bias", "sinks")
+        given = dict(zip(names, tensors, strict=True))
+        return ForwardCall(**given, key_lengths=lengths, softcap=2.0, scale=0.3)
+
     q, k, v = (torch.randn(4, H, 6, 8) for H in (4, 2, 2))
     key_lengths = torch.tensor([6, 3, 0, 5])  # one entry has no key: its lse is the sink
     weights = torch.randn(4, 4, 6, 8), torch.randn(4, 4, 6)
     for batches, dim in ((1, 0), (1, 1), (4, 0), (4, 1)):
         plain = [q, k, v, torch.randn(batches, 4, 11), torch.randn(4)]
         plain = [x.clone().requires_grad_() for x in plain]
-        nothing = (None, None, key_lengths, None)
-        expected = attend(*plain[:3], *nothing, *plain[3:], *options)
+        expected = attend(*call_of(plain, key_lengths))
         expected_gradients = gradients(expected, weights, plain)
 
         bias = Replicate() if dim == 0 and batches == 1 else Shard(dim)
@@ -83,13 +88,30 @@ def score_changes_stay_sharded() -> None:
             for x, place in zip(plain, places, strict=True)
         ]
         lengths = distribute_tensor(key_lengths, mesh, [Replicate() if dim else Shard(0)])
-        results = attend(*sharded[:3], None, None, lengths, None, *sharded[3:], *options)
+        results = attend(*call_of(sharded, lengths))
         shares = [distribute_tensor(x, mesh, [Shard(dim)]) for x in weights]
         for x, y in zip(results, expected, strict=True):
             assert x.placements == (Shard(dim),)
             torch.testing.assert_close(x.full_tensor(), y)
         found: Any = gradients(results, shares, sharded)
         for x, y in zip(found, expected_gradients, strict=True):
+            torch.testing.assert_close(x.full_tensor(), y)
+
+    # Packed sequences and pages are replicated: the first dimension of their tensors is no batch.
+    offsets = torch.tensor([0, 3, 8], dtype=torch.int32)
+    tokens, pool = torch.randn(8, 4, 8), torch.randn(6, 4, 16, 8)
+    packing = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+    packed = ForwardCall(tokens, tokens, tokens, **packing, max_seqlen_q=5, max_seqlen_k=5)
+    table = torch.tensor([[0, 3], [1, 5], [2, 4], [3, 0]], dtype=torch.int32)
+    for call in (packed, ForwardCall(q, pool, pool, block_table=table)):
+        sharded_call = ForwardCall._make(
+            distribute_tensor(x, mesh, [Shard(0) if x.shape[0] % PROCESSES == 0 else Replicate()])
+            if isinstance(x, torch.Tensor)
+            else x
+            for x in call
+        )
+        for x, y in zip(attend(*sharded_call), attend(*call), strict=True):
+            assert x.placements == (Replicate(),)
             torch.testing.assert_close(x.full_tensor(), y)
 
 

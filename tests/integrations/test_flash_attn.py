@@ -361,7 +361,7 @@ def test_pages_are_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched, CallRecorder() as recorder:
         patched.setattr(flash_attn, "_gathered", None)
         found = both()
-    assert recorder.names == ["attention_paged_fwd"] * 2
+    assert recorder.names == ["attention_fwd"] * 2
     cached = flash_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=True)
     assert torch.equal(found[0], cached)
     varlen = flash_attn.flash_attn_varlen_func(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_options import packing
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -15,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fastattn
 from fastattn import nn as fnn
 from fastattn.integrations import flop_counter
+from fastattn.ops.attention.calls import ForwardCall
 
 
 def count(function: Callable[[], Tensor], backward: bool = True) -> int:
@@ -81,7 +83,8 @@ def test_varlen_without_data_counts_the_longest_sequences() -> None:
 def test_varlen_counts_pairs_beyond_32_bits() -> None:
     length = 2**16
     q, offsets = torch.empty(length, 1, 8), torch.tensor([0, length], dtype=torch.int32)
-    found = flop_counter.varlen_flops(q, q, q, offsets, offsets, length, length)
+    call = ForwardCall(q, q, q, **packing(offsets, offsets, length, length))
+    found = flop_counter.attention_flops(*call)
     assert found == 2 * length**2 * (8 + 8)
 
 

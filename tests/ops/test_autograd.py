@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastattn
 from fastattn.ops import _native
+from fastattn.ops._select import op_of
 
 NORMS = ("layer_norm", "add_layer_norm", "rms_norm")
 PADDED = ("attention", "attention_with_weights")
@@ -99,7 +100,8 @@ def test_nodes(op: str) -> None:
     y = call(op, inputs)
     node = y.grad_fn
     assert isinstance(node, torch.autograd.graph.Node)
-    assert node.name() == "".join(map(str.capitalize, op.split("_"))) + "Backward"
+    words = op_of(op).public_name.split("_")
+    assert node.name() == "".join(map(str.capitalize, words)) + "Backward"
     assert f"grad_fn=<{node.name()}>" in repr(y)
     leaves = [n.variable for n, _ in node.next_functions if n is not None]
     assert [any(leaf is x for x in inputs) for leaf in leaves] == [True] * len(inputs)

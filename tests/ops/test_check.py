@@ -588,7 +588,7 @@ def test_what_was_not_reached_is_not_decided(
     assert f"skipped: rms_norm: {len(over)} samples of backend cpu were not reached" in printed
 
 
-@pytest.mark.parametrize("option", ["--quick", "--sample=odd", "--device=cpu"])
+@pytest.mark.parametrize("option", ["--quick", "--sample=odd", "--device=cpu", "--op=attention"])
 def test_only_the_whole_suite_is_recorded(pretended_gpu: Path, option: str) -> None:
     with pytest.raises(ValueError, match="--record must go with"):
         check.run(_options(*RECORDED, option))

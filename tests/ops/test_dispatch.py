@@ -9,7 +9,7 @@ import torch
 from cpu_library import needs_library
 from op_examples import results_of
 from products import SetFaster
-from small_calls import OPS, first_result, small_call
+from small_calls import OPS, first_result, op_name, small_call
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -62,7 +62,7 @@ def test_modes_see_the_ops(op: str) -> None:
     with _Names() as names:
         actual = _differentiated(op, small_call(op))
     seen = [name for name in names.seen if name.startswith("fastattn::")]
-    assert seen == [f"fastattn::{op}_fwd", f"fastattn::{op}_bwd"]
+    assert seen == [f"fastattn::{op_name(op, way)}" for way in ("fwd", "bwd")]
     for x, y in zip(actual, expected, strict=True):
         assert torch.equal(x, y)
 
@@ -101,14 +101,14 @@ def test_function_modes_and_subclasses_see_the_ops(op: str) -> None:
     expected = _differentiated(op, small_call(op))
     with Mode():
         actual = _differentiated(op, small_call(op))
-    assert seen.count(f"fastattn.{op}_fwd.default") == 1
+    assert seen.count(f"fastattn.{op_name(op)}.default") == 1
     for x, y in zip(actual, expected, strict=True):
         assert torch.equal(x, y)
     seen.clear()
     calls = small_call(op)
     last = [name for name, x in calls.items() if isinstance(x, Tensor)][-1]
     getattr(fastattn, op)(**calls | {last: calls[last].as_subclass(Subclass)})
-    assert seen.count(f"fastattn.{op}_fwd.default") == 1
+    assert seen.count(f"fastattn.{op_name(op)}.default") == 1
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -209,8 +209,9 @@ def test_overloads_give_the_same_bits(
     """The default overload, with and without poisoned results and workspace, `.backend`, `.out`."""
     with torch.enable_grad():
         calls = _sample_calls(spec, sample)
-    directions = ("fwd", "bwd") if sample.gradients else ("paged_fwd",)
-    assert [op.name() for op, _ in calls] == [f"fastattn::{spec.name}_{d}" for d in directions]
+    directions = ("fwd", "bwd") if sample.gradients else ("fwd",)
+    wanted = [f"fastattn::{op_name(spec.name, way)}" for way in directions]
+    assert [op.name() for op, _ in calls] == wanted
     for default, args in calls:
         op = _select.OPS[default.name().removeprefix("fastattn::")]
         assert refusal(op, "cpu", args) is None
@@ -260,7 +261,7 @@ def test_opcheck_of_named_calls(op: str, backend: str) -> None:
         y = first_result(op, **calls | leaves, backend=backend)
         torch.autograd.grad(y.sin().sum(), list(leaves.values()))
     assert [f.name() for f, _ in mode.calls] == [
-        f"fastattn::{op}_{direction}.backend" for direction in ("fwd", "bwd")
+        f"fastattn::{op_name(op, direction)}.backend" for direction in ("fwd", "bwd")
     ]
     for function, args in mode.calls:
         assert args[-1] == backend
@@ -357,7 +358,7 @@ def test_the_library_runs_what_cpu_does_not_refuse(
 
     with _Runs(monkeypatch) as runs:
         found = results(None)
-    assert [o.name for o, _, _ in runs.calls] == [f"{op}_fwd", f"{op}_bwd"]
+    assert [o.name for o, _, _ in runs.calls] == [op_name(op, way) for way in ("fwd", "bwd")]
     for called, args, ran_by in runs.calls:
         taken = _select.objection(called, "cpu", args) is None
         assert ran_by == ("cpu" if taken else "torch"), called.name

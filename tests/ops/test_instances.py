@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from native_build import build_script
+from small_calls import op_name
 
 from fastattn.ops import _env, _native
 from fastattn.ops._op import OPS
@@ -86,7 +87,7 @@ def test_wrong_results_are_those_of_their_direction(
     assert [instances.run((case, "cpu")).status for case in cases.values()] == ["ok", "ok"]
     for broken, other in (("fwd", "bwd"), ("bwd", "fwd")):
         with monkeypatch.context() as patch:
-            _break(patch, f"{op}_{broken}", "cpu")
+            _break(patch, op_name(op, broken), "cpu")
             row = instances.run((cases[broken], "cpu"))
             assert row.status == "FAIL" and "value: slice" in row.message
             assert row.error > row.allowed > 0

@@ -18,6 +18,7 @@ from op_examples import (
     varied_inputs,
     weighted_loss,
 )
+from small_calls import op_name
 from torch import Tensor
 
 import fastattn
@@ -69,7 +70,7 @@ def test_opcheck(op: str, sample: str, dtype: torch.dtype, utils: tuple[str, ...
     with CallRecorder() as recorder:
         gradients_of(SPECS[op].function, inputs)
     calls = [call.name() for call, _, _ in recorder.calls]
-    assert calls == [f"fastattn::{op}_fwd", f"fastattn::{op}_bwd"]
+    assert calls == [f"fastattn::{op_name(op, way)}" for way in ("fwd", "bwd")]
     for call, args, options in recorder.calls:
         fresh = tuple(
             x.detach().requires_grad_(x.is_floating_point()) if isinstance(x, Tensor) else x
@@ -199,7 +200,7 @@ def test_export_keeps_the_op(op: str) -> None:
     shapes = {n: dict.fromkeys(range(x.dim()), auto) for n, x in tensors(7).items()}
     program = torch.export.export(Module(), (tensors(7),), dynamic_shapes=(shapes,))
     targets = [str(node.target) for node in program.graph.nodes]
-    assert f"fastattn.{op}_fwd.default" in targets
+    assert f"fastattn.{op_name(op)}.default" in targets
     for length in (7, 33):
         assert_same_bits(program.module()(tensors(length)), Module()(tensors(length)))
 

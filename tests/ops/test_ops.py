@@ -8,14 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attention_options import packing
 from call_recorder import CallRecorder
 from op_examples import DEVICE, SPECS, as_tuple, backends_of, each_backend, results_of
 from torch import Tensor
 
 import fastattn
 from fastattn.ops._op import Op
-from fastattn.ops._select import explaining
+from fastattn.ops._select import explaining, op_of
 from fastattn.ops.attention import spec as spec_of_attention
+from fastattn.ops.attention.calls import ForwardCall
 from fastattn.ops.ffn.op import ACTIVATIONS, GATED_ACTIVATIONS
 from fastattn.testing.check import check_sample
 from fastattn.testing.oracle import Oracle
@@ -254,14 +256,22 @@ def test_packed_sequences_have_one_bottom_right_alignment(backend: str) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(rows, 2, 8) for rows in (7, 9, 9))
     offsets = (torch.tensor(x, dtype=torch.int32) for x in ([0, 3, 7], [0, 5, 9]))
-    args = (q, k, v, *offsets, 4, 5)
-    outs = [
-        torch.ops.fastattn.attention_varlen_fwd.backend(
-            *args, None, None, 0.0, causal, -1, -1, 1.0, 0.0, None, 0, backend
-        )[0]
-        for causal in (2, 3)
-    ]
+    packed = packing(*offsets, 4, 5)
+    calls = (ForwardCall(q, k, v, **packed, causal=causal) for causal in (2, 3))
+    outs = [torch.ops.fastattn.attention_fwd.backend(*call, backend)[0] for call in calls]
     assert outs[0].equal(outs[1])
+
+
+def test_vmap_over_packed_queries_alone() -> None:
+    """Folded into the tokens, those of the second element would belong to no sequence."""
+    torch.manual_seed(0)
+    offsets = torch.tensor([0, 3, 7], dtype=torch.int32)
+    q, k = torch.randn(2, 7, 2, 8), torch.randn(7, 2, 8)
+
+    def attend(x: Tensor) -> Tensor:
+        return fastattn.attention_varlen(x, k, k, offsets, offsets, 4, 4)
+
+    assert torch.equal(torch.vmap(attend)(q), torch.stack([attend(x) for x in q]))
 
 
 @pytest.mark.parametrize("backend", [None, "reference"])
@@ -516,7 +526,8 @@ def test_raw_ops_are_differentiable(small: Small) -> None:
         torch.autograd.grad(outputs, varied, [torch.ones_like(x) for x in outputs])
     (fwd, fwd_args, _), (bwd, bwd_args, _) = recorder.calls
     for op, direction in ((fwd, "fwd"), (bwd, "bwd")):
-        assert op.name() == f"fastattn::{small.op}_{direction}.backend"
+        name = op_of(small.op).public_name
+        assert op.name() == f"fastattn::{name}_{direction}.backend"
     fwd_values = dict(zip([a.name for a in fwd._schema.arguments], fwd_args, strict=False))
     bwd_values = dict(zip([a.name for a in bwd._schema.arguments], bwd_args, strict=False))
     results = [r.name for r in fwd._schema.returns]

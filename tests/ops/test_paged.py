@@ -9,6 +9,8 @@ from op_examples import DEVICE, SPECS, assert_same_bits
 from torch import Tensor
 
 import fastattn
+from fastattn.ops.attention import reference
+from fastattn.ops.attention.calls import ForwardCall
 from fastattn.ops.attention.spec_paged import in_pages
 
 _SAMPLES = {s.name: s for s in SPECS["attention"].samples if not s.gradients}
@@ -93,8 +95,7 @@ def test_no_queries() -> None:
     for given in (lengths, torch.tensor([48, 20]), None):
         assert fastattn.attention(**call, key_lengths=given).shape == (2, 4, 0, 8)
     # As in compiled programs, without the public function's check of the entries.
-    masks, options = (None, lengths, None, None, None), (0.0, 0, -1, -1, 1.0)
-    out, lse = torch.ops.fastattn.attention_paged_fwd(*call.values(), *masks, *options)
+    out, lse = torch.ops.fastattn.attention_fwd(*ForwardCall(**call, key_lengths=lengths))
     assert out.shape == (2, 4, 0, 8) and lse.shape == (2, 4, 0)
 
 
@@ -126,7 +127,7 @@ def test_opcheck(name: str) -> None:
     with CallRecorder() as recorder:
         fastattn.attention(**call)
         fastattn.attention(**call, backend="reference")
-    assert recorder.names == ["attention_paged_fwd"] * 2
+    assert recorder.names == ["attention_fwd"] * 2
     for op, args, _ in recorder.calls:
         torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
 
@@ -180,10 +181,18 @@ def test_vmap() -> None:
     assert_same_bits(mapped, torch.stack(each))
 
 
+def test_vmap_over_queries_alone() -> None:
+    """The pool of pages has another first dimension than the batch: it cannot be folded."""
+    call = _small()
+    q = torch.stack([call.pop("q"), torch.randn(2, 4, 2, 8)])
+    mapped = torch.vmap(lambda x: fastattn.attention(x, **call))(q)
+    assert_same_bits(mapped, torch.stack([fastattn.attention(x, **call) for x in q]))
+
+
 def test_the_choice_of_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """The public function's names of backends, FASTATTN_BACKEND and `explain`."""
     call = _small()
-    assert fastattn.explain("attention", **call).op == "attention_paged_fwd"
+    assert fastattn.explain("attention", **call).op == "attention_fwd"
     monkeypatch.setenv("FASTATTN_BACKEND", "attention=reference")
     assert fastattn.explain("attention", **call).chosen == "reference"
     with pytest.raises(ValueError, match="backend must be one of sm90, triton, cpu"):
@@ -191,6 +200,35 @@ def test_the_choice_of_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- gradients -------------------------------------------------------------------------------------
+def test_the_reference_alone_has_gradients() -> None:
+    """The public function has none; the op's sum what the sequences that share a page add."""
+    call = _small()
+    call["block_table"][1, 0] = call["block_table"][0, 0]
+    op_call = ForwardCall(**call, key_lengths=torch.tensor([48, 20]), scale=0.3)
+    pools = [op_call.k.double().requires_grad_(), op_call.v.double().requires_grad_()]
+    op = torch.ops.fastattn.attention_fwd.backend
+    given = op_call._replace(q=op_call.q.double(), k=pools[0], v=pools[1])
+    out, _ = op(*given, "reference")
+    found = torch.autograd.grad(out.sin().sum(), pools)
+    assert torch.autograd.gradcheck(
+        lambda k, v: op(*given._replace(k=k, v=v), "reference"), pools, fast_mode=True
+    )
+    gathered = [reference.keys_of_pages(x, op_call.block_table) for x in pools]
+    plain = given._replace(k=gathered[0], v=gathered[1], block_table=None)
+    expected = torch.autograd.grad(op(*plain, "reference")[0].sin().sum(), pools)
+    torch.testing.assert_close(found, expected)
+    narrow = op_call._replace(k=op_call.k.clone().requires_grad_())
+    found = [
+        torch.autograd.grad(call(*narrow, *name)[0].sin().sum(), narrow.k)[0]
+        for call, name in ((torch.ops.fastattn.attention_fwd, ()), (op, ("reference",)))
+    ]
+    torch.testing.assert_close(*found)
+    for backend in ("cpu", "torch"):
+        out, _ = op(*narrow, backend)
+        with pytest.raises(NotImplementedError, match="has no gradients with block_table"):
+            out.sum().backward()
+
+
 @pytest.mark.parametrize("name", ["q", "k", "v", "mask", "alibi_slopes", "sinks", "relative_bias"])
 def test_gradients_are_refused_by_name(name: str) -> None:
     call = _small() | {"mask": torch.zeros(2, 48), "alibi_slopes": torch.ones(4)}

@@ -12,6 +12,7 @@ from torch import Tensor
 import fastattn
 from fastattn.functional import PreparedMask
 from fastattn.ops._select import OPS, explaining
+from fastattn.ops.attention.calls import ForwardCall
 from fastattn.ops.attention.prepared import KEYS, QUERIES, TILE, WHOLE
 from fastattn.testing.spec import Inputs, Sample
 
@@ -255,8 +256,7 @@ def test_the_op_gets_the_tiles() -> None:
     assert names[names.index("mask") + 1] == "mask_tiles"
     q = torch.randn(1, 1, 20, 8)
     mask = fastattn.prepare_mask(torch.rand(20, 20) > 0.3)
-    args: list[Any] = [q, q, q, mask.mask[None, None], mask.tiles]
-    args += [None, None, None, None, 0.0, 0, -1, -1, 0.5, 0.0, None, 0]
-    out, _ = torch.ops.fastattn.attention_fwd(*args)
-    torch.library.opcheck(torch.ops.fastattn.attention_fwd.default, tuple(args))
+    call = ForwardCall(q, q, q, mask.mask[None, None], mask.tiles, scale=0.5)
+    out, _ = torch.ops.fastattn.attention_fwd(*call)
+    torch.library.opcheck(torch.ops.fastattn.attention_fwd.default, tuple(call))
     assert torch.equal(out, fastattn.attention(q, q, q, mask=mask.mask, scale=0.5))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from call_recorder import CallRecorder
 from probe_op import REFERENCE, MakeOp, refuses, run_op, value_of, writes
-from small_calls import OPS, small_call
+from small_calls import OPS, op_name, small_call
 from torch import Tensor
 
 import fastattn
@@ -358,18 +358,28 @@ def test_a_refusing_backend_of_the_environment_does_not_fall_back(
         run_op(op)
 
 
+@pytest.mark.parametrize("name", ["attention", "attention_varlen"])
+def test_functions_of_one_op_share_a_request(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _request(monkeypatch, f"{name}=reference")
+    for op in ("attention", "attention_varlen"):
+        assert fastattn.explain(op, **small_call(op)).chosen == "reference"
+    _request(monkeypatch, "attention=torch,attention_varlen=reference")
+    with pytest.raises(ValueError, match="one backend for attention and attention_varlen"):
+        fastattn.attention(**small_call("attention"))
+
+
 # -- explanations ---------------------------------------------------------------------------------
 @pytest.mark.parametrize("op", OPS)
 def test_explain(op: str) -> None:
     """Backends before the chosen one have refused; later ones need no reason."""
     explanation = fastattn.explain(op, **small_call(op))
-    backends = list(_select.OPS[f"{op}_fwd"].backends)
-    assert explanation.op == f"{op}_fwd"
+    backends = list(_select.op_of(op).backends)
+    assert explanation.op == op_name(op)
     assert explanation.chosen in backends and explanation.chosen not in explanation.refusals
     before = backends[: backends.index(explanation.chosen)]
     assert set(before) <= set(explanation.refusals) <= set(backends)
     lines = str(explanation).splitlines()
-    assert lines[0] == f"{op}_fwd: {explanation.chosen}"
+    assert lines[0] == f"{op_name(op)}: {explanation.chosen}"
     assert len(lines) == 1 + len(explanation.refusals)
     explained = fastattn.explain(op, **small_call(op), backend="reference")
     assert explained.chosen == "reference"
@@ -383,7 +393,7 @@ def test_explain_runs_nothing(op: str) -> None:
         assert fastattn.explain(op, **small_call(op), **dropout).chosen is not None
         assert recorder.names == []
         getattr(fastattn, op)(**small_call(op))
-        assert recorder.names == [f"{op}_fwd"]
+        assert recorder.names == [op_name(op)]
     assert torch.equal(torch.get_rng_state(), state), "no dropout seed is drawn either"
 
 
@@ -442,10 +452,11 @@ def test_explain_of_a_choice_ignores_slower(make_op: MakeOp) -> None:
 # -- the table ------------------------------------------------------------------------------------
 def test_backend_table() -> None:
     table = backend_table(torch.device("cpu"))
-    assert {row.op for row in table} == {*OPS, "attention_paged"}
+    names = {_select.op_of(op).public_name for op in OPS}
+    assert {row.op for row in table} == names
     rows = {(row.op, row.backend): row for row in table}
     assert len(rows) == len(table)
-    for op in OPS:
+    for op in names:
         assert rows[op, "reference"].available and rows[op, "reference"].automatic
         assert [row.backend for row in table if row.op == op] == list(
             _select.OPS[f"{op}_fwd"].backends

@@ -4,13 +4,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from attention_options import packing
 from torch import Tensor
 
 import fastattn
 from fastattn.ops import _env, _select
 from fastattn.ops._op import OPS
 from fastattn.ops.attention import torch_kernels
-from fastattn.ops.attention.calls import BackwardCall, ForwardCall, PackedForwardCall
+from fastattn.ops.attention.calls import BackwardCall, ForwardCall
 from fastattn.ops.attention.torch_problem import Problem
 from fastattn.ops.layer_norm import torch as norms
 from fastattn.testing import all_specs
@@ -53,20 +54,15 @@ def _problem(**options: object) -> ForwardCall:
     generator = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(2, 4, 40, 16, generator=generator) for _ in range(3))
     lengths = torch.tensor([40, 0])
-    call = ForwardCall(
-        q, k, v, None, None, lengths, None, None, None, 0.0, 1, -1, -1, 0.25, 0.0, None, 0
-    )
+    call = ForwardCall(q, k, v, key_lengths=lengths, causal=1, scale=0.25)
     return call._replace(**options)  # type: ignore[arg-type]
 
 
 def _backward(call: ForwardCall, out: Tensor, lse: Tensor, backend: str) -> list[Tensor]:
     generator = torch.Generator().manual_seed(4)
     dout, dlse = torch.randn(out.shape, generator=generator), torch.randn(lse.shape)
-    q, k, v, mask, tiles, key_lengths, query_lengths, *options = call
-    args = BackwardCall(
-        dout.to(out.dtype), dlse, q, k, v, mask, tiles, key_lengths, query_lengths, out, lse,
-        *options, [True, True, True, False, True, True],
-    )  # fmt: skip
+    needs = [True, True, True, False, True, True]
+    args = BackwardCall._make([dout.to(out.dtype), dlse, out, lse, *call, needs])
     return OPS["attention_bwd"](*args, backend=backend)
 
 
@@ -151,9 +147,7 @@ def test_packed_cuda_calls_fit_their_schemas() -> None:
         for rows, heads in ((33, 4), (50, 2))
     )
     offsets = torch.empty(4, dtype=torch.int32, device="meta")
-    call = PackedForwardCall(
-        q, k, k, offsets, offsets, 20, 30, None, None, 0.0, 2, -1, -1, 0.5, 0.0, None, 0
-    )
+    call = ForwardCall(q, k, k, **packing(offsets, offsets, 20, 30), causal=2, scale=0.5)
     problem = Problem(q, k, k, None, True, None, 0.5, 1)
     out, lse = torch_kernels.packed_fwd(problem, call)
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, (4, 33), torch.float32)
@@ -166,13 +160,11 @@ def test_packed_rows_and_keys_that_are_live(causal: int) -> None:
     """Compared with the dead positions of attention_varlen's samples."""
     q, k = torch.ones(12, 1, 8), torch.ones(11, 1, 8)
     offsets = torch.tensor([[0, 2, 2, 7, 10], [0, 4, 6, 6, 8]], dtype=torch.int32)
-    call = PackedForwardCall(
-        q, k, k, *offsets, 5, 4, None, None, 0.0, causal, -1, -1, 0.5, 0.0, None, 0
-    )
+    call = ForwardCall(q, k, k, **packing(*offsets, 5, 4), causal=causal, scale=0.5)
     rows, keys = (x.flatten().int().tolist() for x in torch_kernels.packed_live(call))
     assert rows == [1, 1] + [0] * 5 + [0 if causal else 1, 1, 1] + [0, 0]
     assert keys == [1, 1, 1, 1, 0, 0, 1, 1, 0, 0, 0]
-    lse = OPS["attention_varlen_fwd"](*call, backend="reference")[1]
+    lse = OPS["attention_fwd"](*call, backend="reference")[1]
     assert lse[0].isneginf().logical_not().int().tolist() == rows
 
 

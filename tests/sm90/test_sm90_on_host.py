@@ -16,13 +16,14 @@ from typing import Any
 
 import pytest
 import torch
+from attention_options import packing
 from sm90_on_host import bindings
 from sm90_on_host.bindings import Instance
 from sm90_on_host.build import Machine, build, missing
 from torch import Tensor
 
 from fastattn.ops.attention import reference, sm90
-from fastattn.ops.attention.calls import ForwardCall, PackedForwardCall
+from fastattn.ops.attention.calls import ForwardCall
 from fastattn.testing.compare import compare
 
 TESTS = Path(__file__).resolve().parent
@@ -421,9 +422,7 @@ def test_adjacent_sections(
         test_forward(machine, monkeypatch, name)
 
 
-def check_forward(
-    c: Case, shared_keys: int = 0
-) -> tuple[ForwardCall | PackedForwardCall, Tensor, Tensor]:
+def check_forward(c: Case, shared_keys: int = 0) -> tuple[ForwardCall, Tensor, Tensor]:
     """The call, out and lse. shared_keys: number of first keys that all sequences share."""
     generator = torch.Generator().manual_seed(3)
     E = c.D if c.E is None else c.E
@@ -436,46 +435,35 @@ def check_forward(
     mask = _mask(c, generator)
     scale = c.D**-0.5 if c.scale is None else c.scale
     sinks = None if c.sinks is None else c.sinks + torch.randn(c.H, generator=generator)
-    options = (
-        _distance_bias(c, generator),
-        sinks,
-        c.softcap,
-        c.causal,
-        *c.window,
-        scale,
-        c.dropout_p,
-        c.seed,
-        5,
-    )
+    left, right = c.window
+    options: dict[str, Any] = {
+        "distance_bias": _distance_bias(c, generator), "sinks": sinks, "softcap": c.softcap,
+        "causal": c.causal, "window_left": left, "window_right": right, "scale": scale,
+        "dropout_p": c.dropout_p, "dropout_seed": c.seed, "dropout_stream": 5,
+    }  # fmt: skip
     lengths = _lengths(c.key_lengths), _lengths(c.query_lengths)
     if c.packed:
-        restrictions = (_offsets(queries), _offsets(keys), max(queries), max(keys))
+        options |= packing(_offsets(queries), _offsets(keys), max(queries), max(keys))
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
         q[sum(queries) :] = k[sum(keys) :] = v[sum(keys) :] = torch.nan
         for rows, columns in zip(_spans(queries), _spans(keys), strict=True):
             own = [x.transpose(0, 1)[None] for x in (q[rows], k[columns], v[columns])]
             _poison(*own, reference.allowed_pairs(*own[:2], None, None, None, c.causal, *c.window))
-        reference_of, launch, call_type = (
-            reference.attention_varlen_fwd, sm90.attention_varlen_fwd, PackedForwardCall,
-        )  # fmt: skip
         out, lse = torch.empty(M, c.H, E, dtype=c.dtype), torch.empty(c.H, M)
     else:
-        restrictions = (mask, None, *lengths)
+        options |= {"mask": mask, "key_lengths": lengths[0], "query_lengths": lengths[1]}
         allowed = reference.allowed_pairs(q, k, mask, *lengths, c.causal, *c.window)
         _poison(q, k, v, allowed)
-        reference_of, launch, call_type = (
-            reference.attention_fwd, sm90.attention_fwd, ForwardCall,
-        )  # fmt: skip
         out = torch.empty(c.B, M, c.H, E, dtype=c.dtype).transpose(1, 2)
         if not c.heads_inside:
             out = out.contiguous()
         lse = torch.empty(c.B, c.H, M)
 
     def expected(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return reference_of(q, k, v, *restrictions, *options)
+        return reference.attention_fwd(*ForwardCall(q, k, v, **options))
 
-    call = call_type(q, k, v, *restrictions, *options)
-    launch(call, out.fill_(torch.nan), lse.fill_(torch.nan))
+    call = ForwardCall(q, k, v, **options)
+    sm90.attention_fwd(call, out.fill_(torch.nan), lse.fill_(torch.nan))
     wide = [x.double() for x in (q, k, v)]
     ref64, same = expected(*wide), expected(q, k, v)
     magnitude = expected(*wide[:2], wide[2].abs())[0], ref64[1].abs().nan_to_num(0.0, 0.0, 0.0)
@@ -520,23 +508,24 @@ def test_one_value_for_all_keys(monkeypatch: pytest.MonkeyPatch, dims: tuple[int
         mask[..., :1, :] = torch.finfo(mask.dtype).min
     mask = mask.expand(2, *mask.shape[1:])  # a stride of 0, unless there is one for every entry
     out, lse = torch.empty(2, 3, 9, 8), torch.empty(2, 3, 9)
-    changes = (None, None, 0.0)
-    options = (None, None, *changes, 0, -1, -1, 0.3, 0.0, None, 0)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, given: Tensor, *rest: Any) -> int:
-        assert given.dtype == torch.bool
-        assert list(given.shape) == [*shape, 1]
-        results = reference.attention_fwd(q, k, v, given, *rest[:3], *rest[7:17])
-        for to, x in zip(rest[17:19], results, strict=True):
+    def attend(*arguments: Any) -> int:
+        fields = len(ForwardCall._fields)
+        given = ForwardCall(*arguments[:fields])
+        assert given.mask is not None and given.mask.dtype == torch.bool
+        assert list(given.mask.shape) == [*shape, 1]
+        results = reference.attention_fwd(*given)
+        for to, x in zip(arguments[fields : fields + 2], results, strict=True):
             to.copy_(x)
         return 0
 
     library = SimpleNamespace(attention_fwd=SimpleNamespace(default=attend))
     monkeypatch.setattr(sm90, "_library", library)
     monkeypatch.setattr(sm90, "unavailable", lambda: None)
-    half = ForwardCall(*(x.bfloat16() for x in (q, k, v)), mask, None, *options)
+    call = ForwardCall(q, k, v, mask, scale=0.3)
+    half = call._replace(q=q.bfloat16(), k=k.bfloat16(), v=v.bfloat16())
     assert sm90.attention_fwd_unsupported(half) is None
-    sm90.attention_fwd(ForwardCall(q, k, v, mask, None, *options), out, lse)
-    wanted = reference.attention_fwd(q, k, v, mask, None, *options)
+    sm90.attention_fwd(call, out, lse)
+    wanted = reference.attention_fwd(*call)
     for actual, expected in zip((out, lse), wanted, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)

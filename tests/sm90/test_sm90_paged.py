@@ -25,7 +25,7 @@ from torch import Tensor
 from fastattn.ops import _env
 from fastattn.ops._op import OPS, Op
 from fastattn.ops.attention import sm90
-from fastattn.ops.attention.calls import ForwardCall, PagedForwardCall
+from fastattn.ops.attention.calls import ForwardCall
 from fastattn.ops.attention.spec_paged import SAMPLES, in_pages
 from fastattn.testing.instances import make_attention
 from fastattn.testing.oracle import Oracle, run_op
@@ -34,7 +34,7 @@ from fastattn.testing.spec import Sample, all_specs
 
 machine = forward.machine  # a fixture
 SPEC = all_specs()["attention"]
-OP = OPS["attention_paged_fwd"]
+OP = OPS["attention_fwd"]
 _LENGTHS: dict[str, Any] = {"B": 3, "H": 2, "key_lengths": [1, 256, 299], "N": 320}
 
 
@@ -72,13 +72,11 @@ CASES = {
 QUICK = ("128", "128 first key")
 
 
-def paged_call(call: ForwardCall, page: int, shared_pages: int = 0) -> PagedForwardCall:
+def paged_call(call: ForwardCall, page: int, shared_pages: int = 0) -> ForwardCall:
     """The call with its keys and values in pages, between inaccessible memory."""
     inputs = {name: getattr(call, name) for name in ("k", "v", "key_lengths")}
     inputs = in_pages(inputs, page, shared_pages)
-    pages = {name: guarded(inputs[name]) for name in ("k", "v", "block_table")}
-    common = (name for name in PagedForwardCall._fields if name not in pages)
-    return PagedForwardCall(**pages, **{name: getattr(call, name) for name in common})
+    return call._replace(**{name: guarded(inputs[name]) for name in ("k", "v", "block_table")})
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -105,11 +103,10 @@ def test_forward(
     bindings.plan(c.splits, c.counted, c.ordered)
     try:
         call, out, lse = forward.check_forward(c, case.shared_pages * case.page)
-        assert isinstance(call, ForwardCall)
         paged = paged_call(call, case.page, case.shared_pages)
-        assert sm90.attention_paged_fwd_unsupported(paged) is None
+        assert sm90.attention_fwd_unsupported(paged) is None
         found = [torch.full_like(x, torch.nan) for x in (out, lse)]
-        sm90.attention_paged_fwd(paged, *found)
+        sm90.attention_fwd(paged, *found)
     finally:
         bindings.plan(0, False, False)
     assert launched == [c.instance, case.instance]
@@ -143,7 +140,7 @@ def test_samples(
     refusal = REFUSED.get(sample.name.removeprefix("paged_"))
 
     def launch(args: Sequence[Any]) -> Sequence[Tensor]:
-        why = sm90.attention_paged_fwd_unsupported(*OP.backend_args(args))
+        why = sm90.attention_fwd_unsupported(*OP.backend_args(args))
         if refusal is not None:
             assert why is not None and refusal in why
             raise NotImplementedError

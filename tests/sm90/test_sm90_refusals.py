@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from fastattn.ops.attention import sm90
-from fastattn.ops.attention.calls import BackwardCall, PackedBackwardCall, PagedForwardCall
+from fastattn.ops.attention.calls import BackwardCall
+from fastattn.ops.attention.calls import ForwardCall as AttentionCall
 from fastattn.ops.ffn import sm90 as ffn
 from fastattn.ops.ffn.calls import ForwardCall
 
@@ -12,13 +13,8 @@ from fastattn.ops.ffn.calls import ForwardCall
 def _call(M: int, D: int, E: int | None = None, N: int = 70, **given: object) -> BackwardCall:
     q, k = (torch.empty(2, 3, n, D, dtype=torch.bfloat16) for n in (M, N))
     v = k.new_empty(2, 3, N, D if E is None else E)
-    names = {"dout": None, "dlse": None, "q": q, "k": k, "v": v, "mask": None, "mask_tiles": None,
-             "key_lengths": None, "query_lengths": None, "out": None, "lse": None,
-             "distance_bias": None, "sinks": None, "softcap": 0.0, "causal": 0,
-             "window_left": -1, "window_right": -1, "scale": 1.0, "dropout_p": 0.0,
-             "dropout_seed": None, "dropout_stream": 0,
-             "needs": (True, True, True, False, False, False)}  # fmt: skip
-    return BackwardCall(**(names | given))
+    needs = {"needs": (True, True, True, False, False, False)}
+    return BackwardCall(None, None, q, q[..., 0], q, k, **{"v": v} | needs | given)  # type: ignore[arg-type]
 
 
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,37 +44,31 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refuses(_call(65, 64, sinks=torch.ones(3), mask=column)) is None
 
 
-def _packed_call(T: int, D: int, sequences: int, **given: object) -> PackedBackwardCall:
+def _packed_call(T: int, D: int, sequences: int, **given: object) -> BackwardCall:
     q, k = (torch.empty(n, 3, D, dtype=torch.bfloat16) for n in (T, 70))
     offsets = torch.zeros(sequences + 1, dtype=torch.int32)
-    names = {"dout": None, "dlse": None, "q": q, "k": k, "v": k, "cu_seqlens_q": offsets,
-             "cu_seqlens_k": offsets, "out": None, "lse": None, "max_seqlen_q": 9,
-             "max_seqlen_k": 9, "distance_bias": None, "sinks": None, "softcap": 0.0, "causal": 0,
-             "window_left": -1, "window_right": -1, "scale": 1.0, "dropout_p": 0.0,
-             "dropout_seed": None, "dropout_stream": 0, "needs": (True,) * 5}  # fmt: skip
-    return PackedBackwardCall(**(names | given))
+    packing = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": 9}
+    packing |= {"max_seqlen_k": 9} | given  # type: ignore[operator]
+    return BackwardCall(None, None, q, q[..., 0], q, k, k, **packing)  # type: ignore[arg-type]
 
 
 def test_packed_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sm90, "unavailable", lambda: None)
-    refuses = sm90.attention_varlen_bwd_unsupported
+    refuses = sm90.attention_bwd_unsupported
     assert refuses(_packed_call(65, 64, 3)) is None
     assert refuses(_packed_call(65, 64, 3, dropout_p=0.1)) is None
     assert "got 264" in refuses(_packed_call(65, 264, 3))
 
 
-def _paged_call(page: int, D: int = 64, **given: object) -> PagedForwardCall:
+def _paged_call(page: int, D: int = 64, **given: object) -> AttentionCall:
     q, k = (torch.empty(*shape, D, dtype=torch.bfloat16) for shape in ((2, 6, 5), (9, 3, page)))
-    names = {"q": q, "k": k, "v": k, "block_table": torch.zeros(2, 4, dtype=torch.int32),
-             "mask": None, "key_lengths": None, "query_lengths": None, "distance_bias": None,
-             "sinks": None, "softcap": 0.0, "causal": 0, "window_left": -1, "window_right": -1,
-             "scale": 1.0}  # fmt: skip
-    return PagedForwardCall(**(names | given))
+    names = {"v": k, "block_table": torch.zeros(2, 4, dtype=torch.int32)}
+    return AttentionCall(q, k, **names | given)  # type: ignore[arg-type]
 
 
 def test_paged_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sm90, "unavailable", lambda: None)
-    refuses = sm90.attention_paged_fwd_unsupported
+    refuses = sm90.attention_fwd_unsupported
     for page in (16, 32, 64, 128, 256):
         assert refuses(_paged_call(page, key_lengths=torch.ones(2))) is None
     for page in (1, 8, 24, 512):

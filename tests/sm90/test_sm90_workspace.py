@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from attention_options import packing
 from sm90_on_host import bindings
 from sm90_on_host.bindings import Plan
 from sm90_on_host.build import missing
@@ -17,15 +18,9 @@ from torch import Tensor
 import fastattn
 from fastattn.ops._op import OPS
 from fastattn.ops.attention import sm90
-from fastattn.ops.attention.calls import (
-    BackwardCall,
-    ForwardCall,
-    PackedBackwardCall,
-    PackedForwardCall,
-)
+from fastattn.ops.attention.calls import BackwardCall, ForwardCall
 from fastattn.testing.properties import deterministic_algorithms
 
-_NO_CHANGES = (None, None, 0.0)  # of scores
 MULTIPROCESSORS = 132  # of an H200, for which other devices stand in
 
 
@@ -41,8 +36,11 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
 
 def _plan(plans, q, k, v, *, mask=None, causal=0, window=(-1, -1), key_lengths=None, dropout_p=0.0):
     seed = torch.zeros(1, dtype=torch.int64) if dropout_p else None
-    options = (*_NO_CHANGES, causal, *window, 0.1, dropout_p, seed, 0)
-    call = ForwardCall(q, k, v, mask, None, key_lengths, None, *options)
+    left, right = window
+    call = ForwardCall(
+        q, k, v, mask, key_lengths=key_lengths, causal=causal, window_left=left,
+        window_right=right, scale=0.1, dropout_p=dropout_p, dropout_seed=seed,
+    )  # fmt: skip
     out = torch.empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3], dtype=q.dtype)
     sm90.attention_fwd(call, out.transpose(1, 2), q.new_empty(q.shape[:3], dtype=torch.float32))
     return plans[-1] if plans else None
@@ -153,9 +151,8 @@ def test_packed(
     q = torch.empty(longest * sequences, 8, 64, dtype=torch.bfloat16)
     k = torch.empty(sequences * keys, 8, 64, dtype=torch.bfloat16)
     offsets = torch.empty(sequences + 1, dtype=torch.int32)
-    options = (longest, keys, *_NO_CHANGES, 0, -1, -1, 0.1, 0.0, None, 0)
-    call = PackedForwardCall(q, k, k, offsets, offsets, *options)
-    sm90.attention_varlen_fwd(call, torch.empty_like(q), torch.empty(8, q.shape[0]))
+    call = ForwardCall(q, k, k, **packing(offsets, offsets, longest, keys))
+    sm90.attention_fwd(call, torch.empty_like(q), torch.empty(8, q.shape[0]))
     assert (plans[-1].splits > 1) == cut
     assert plans[-1].ordered == ordered
     assert plans[-1].counted
@@ -205,11 +202,8 @@ def test_splits_of_a_mask_gradient(
     bindings.use(monkeypatch, lambda op, problem, _: splits.append(of(problem)))
     q, k, v = (torch.empty(2, 3, n, 64, dtype=torch.bfloat16) for n in (65, 270, 270))
     lse, mask = torch.empty(2, 3, 65), torch.empty(shape)
-    options = (*_NO_CHANGES, 0, -1, -1, 1.0, 0.0, None, 0)
     for needed in (False, True):
-        call = BackwardCall(
-            None, None, q, k, v, mask, None, None, None, q, lse, *options, (True,) * 6
-        )
+        call = BackwardCall(None, None, q, lse, q, k, v, mask)
         dmask, none = torch.empty_like(mask) if needed else mask.new_empty(0), mask.new_empty(0)
         sm90.attention_bwd(call, *map(torch.empty_like, (q, k, v)), dmask, none, none)
     assert splits == [1, count]
@@ -223,9 +217,8 @@ def _forward(B: int, M: int, N: int, **options: object) -> None:
 def _packed_forward(rows: int, sequences: int) -> None:
     q = torch.empty(rows * sequences, 8, 64, dtype=torch.bfloat16)
     offsets = torch.empty(sequences + 1, dtype=torch.int32)
-    options = (offsets, offsets, rows, rows, *_NO_CHANGES, 0, -1, -1, 0.1, 0.0, None, 0)
-    call = PackedForwardCall(q, q, q, *options)
-    sm90.attention_varlen_fwd(call, torch.empty_like(q), torch.empty(8, q.shape[0]))
+    call = ForwardCall(q, q, q, **packing(offsets, offsets, rows, rows))
+    sm90.attention_fwd(call, torch.empty_like(q), torch.empty(8, q.shape[0]))
 
 
 def _backward(
@@ -236,10 +229,10 @@ def _backward(
 ) -> None:
     q, k, v = (torch.empty(2, 3, n, 64, dtype=torch.bfloat16) for n in (65, 270, 270))
     seed = torch.zeros(1, dtype=torch.int64) if dropout_p else None
-    options = (distance_bias, sinks, 0.0, 0, -1, -1, 1.0, dropout_p, seed, 0, (True,) * 6)
     call = BackwardCall(
-        None, None, q, k, v, mask, None, None, None, q, torch.empty(2, 3, 65), *options
-    )
+        None, None, q, torch.empty(2, 3, 65), q, k, v, mask, distance_bias=distance_bias,
+        sinks=sinks, dropout_p=dropout_p, dropout_seed=seed,
+    )  # fmt: skip
     changes = (
         torch.empty(0) if x is None else torch.empty_like(x) for x in (mask, distance_bias, sinks)
     )
@@ -341,15 +334,10 @@ def test_order_of_the_dimensions_of_a_distance_gradient(
 
     library = SimpleNamespace(attention_bwd=SimpleNamespace(default=write))
     monkeypatch.setattr(sm90, "_library", library)
-    options = (torch.empty_like(ddistance_bias), *_NO_CHANGES[1:], 0, -1, -1, 1.0, 0.0, None, 0)
-    none = q.new_empty(0)
-    if packed:
-        x = q[0].transpose(0, 1)
-        results = (x, x, x, offsets, offsets, x, torch.empty(3, 9), 9, 9)
-        sequences = PackedBackwardCall(None, None, *results, *options, (True,) * 5)
-        sm90.attention_varlen_bwd(sequences, x, x, x, ddistance_bias, none)
-    else:
-        restrictions = (None, None, None, None, q, torch.empty(2, 3, 9))
-        call = BackwardCall(None, None, q, q, q, *restrictions, *options, (True,) * 6)
-        sm90.attention_bwd(call, q, q, q, none, ddistance_bias, none)
+    bias, none = torch.empty_like(ddistance_bias), q.new_empty(0)
+    x = q[0].transpose(0, 1) if packed else q
+    given = packing(offsets, offsets, 9, 9) if packed else {}
+    lse = torch.empty(3, 9) if packed else torch.empty(2, 3, 9)
+    call = BackwardCall(None, None, x, lse, x, x, x, distance_bias=bias, **given)
+    sm90.attention_bwd(call, x, x, x, none, ddistance_bias, none)
     assert torch.equal(ddistance_bias, values)

@@ -1,5 +1,5 @@
-"""Options in which two calls of attention may differ, to test caches of launches; and what the op
-for packed sequences takes.
+"""Options in which two calls of attention may differ, to test caches of launches; and the op's
+arguments for packed sequences.
 """
 
 from typing import Any
@@ -7,7 +7,15 @@ from typing import Any
 from torch import Tensor
 
 from fastattn._scores import score_arguments
-from fastattn.ops.attention.spec_inputs import RELATIVE, restrictions
+from fastattn.ops.attention.calls import ForwardCall
+from fastattn.ops.attention.prepared import classify
+from fastattn.ops.attention.spec_inputs import (
+    RELATIVE,
+    dropout_of,
+    restrictions,
+    scale_of,
+    scores_of,
+)
 
 # For attention with 20 queries, 40 keys and head dim 16.
 CHANGES: dict[str, dict[str, Any]] = {
@@ -63,12 +71,32 @@ PACKED_CHANGES: dict[str, dict[str, Any]] = {
 PACKED_BASE: dict[str, Any] = {"queries": [50, 50], "keys": [40, 60], "D": 16}
 
 
-def packed_scores(inputs: dict[str, Any]) -> tuple[Tensor | None, Tensor | None, float]:
-    """distance_bias, sinks and softcap of a sample of attention_varlen, as its op takes them."""
+def packing(cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> dict[str, Any]:
+    """The fields of packed sequences in a call of the op."""
+    offsets = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+    return offsets | {"max_seqlen_q": max_q, "max_seqlen_k": max_k}
+
+
+def packed_call(inputs: dict[str, Any]) -> ForwardCall:
+    """The op's arguments of a sample of attention_varlen."""
+    q, k, v = (inputs[name].transpose(0, 1) for name in "qkv")
+    offsets = inputs["cu_seqlens_q"], inputs["cu_seqlens_k"]
+    M, N = inputs["max_seqlen_q"], inputs["max_seqlen_k"]
     slopes, cap, sinks = (inputs.get(name) for name in ("alibi_slopes", "softcap", "sinks"))
     table, kind, distance = (inputs.get(name) for name in RELATIVE)
-    return score_arguments(
+    causal, left, right = restrictions(inputs)[3:]
+    scores = score_arguments(
         slopes, cap, sinks, table, kind, 128 if distance is None else distance,
-        causal=restrictions(inputs)[3], B=inputs["cu_seqlens_q"].numel() - 1,
-        M=inputs["max_seqlen_q"], N=inputs["max_seqlen_k"], q=inputs["q"].transpose(0, 1),
+        causal=causal, B=offsets[0].numel() - 1, M=M, N=N, q=q,
     )  # fmt: skip
+    options = (*scores, causal, left, right, scale_of(inputs), *dropout_of(inputs))
+    return ForwardCall(q, k, v, None, None, None, None, *offsets, M, N, *options)
+
+
+def padded_call(inputs: dict[str, Any]) -> ForwardCall:
+    """The op's arguments of a sample of attention."""
+    q, k, v = (inputs[name] for name in "qkv")
+    mask, *lengths, causal, left, right = restrictions(inputs)
+    mask_tiles = classify(mask) if inputs.get("prepared") else None
+    options = (*scores_of(inputs), causal, left, right, scale_of(inputs), *dropout_of(inputs))
+    return ForwardCall(q, k, v, mask, mask_tiles, *lengths, None, None, 0, 0, *options)

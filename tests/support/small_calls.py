@@ -6,9 +6,15 @@ import torch
 from torch import Tensor
 
 import fastattn
+from fastattn.ops._select import op_of
 from fastattn.testing import all_specs
 
 OPS = tuple(all_specs())
+
+
+def op_name(function: str, direction: str = "fwd") -> str:
+    """The name of a public function's op; several functions may have one."""
+    return f"{op_of(function).public_name}_{direction}"
 
 
 def small_call(op: str) -> dict[str, Any]:

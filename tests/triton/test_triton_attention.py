@@ -26,21 +26,25 @@ if _env.interpreting():
     patched_interpreter.install()
 
 import triton.language as tl
-from attention_options import BASE, CHANGES, PACKED_BASE, PACKED_CHANGES, packed_scores
+from attention_options import (
+    BASE,
+    CHANGES,
+    PACKED_BASE,
+    PACKED_CHANGES,
+    packed_call,
+    packing,
+    padded_call,
+)
 
 from benchmarks import tune
 from benchmarks.tune_attention import AttentionTask
 from fastattn.ops import _triton_dropout as bits
 from fastattn.ops._dropout import attention_keep, threshold
 from fastattn.ops.attention import prepared, reference, spec, spec_varlen
-from fastattn.ops.attention.calls import ForwardCall, PackedForwardCall
+from fastattn.ops.attention.calls import ForwardCall
 from fastattn.ops.attention.op import CAUSAL
 from fastattn.ops.attention.spec_inputs import (
-    dropout_of,
     make_inputs,
-    restrictions,
-    scale_of,
-    scores_of,
 )
 from fastattn.ops.attention.triton import forward as kernels
 from fastattn.ops.attention.triton import launch
@@ -59,15 +63,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 # -- values ---------------------------------------------------------------------------------------
 
 
-def _arguments(sample: Sample, dtype: torch.dtype) -> tuple[Any, ...]:
+def _arguments(sample: Sample, dtype: torch.dtype) -> ForwardCall:
     """A sample as the op sees it."""
     generator = torch.Generator().manual_seed(zlib.crc32(sample.name.encode()))
     inputs = sample.make(generator, dtype)
-    mask, *lengths, causal, left, right = restrictions(inputs)
-    mask_tiles = prepared.classify(mask) if inputs.get("prepared") else None
-    tensors = inputs["q"], inputs["k"], inputs["v"], mask, mask_tiles
-    options = causal, left, right, scale_of(inputs), *dropout_of(inputs)
-    return (*tensors, *lengths, *scores_of(inputs), *options)
+    return padded_call(inputs)
 
 
 def _move(x: Any) -> Any:
@@ -78,7 +78,7 @@ def _move(x: Any) -> Any:
     return storage.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
-def _wide(args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _wide(args: ForwardCall) -> tuple[Any, ...]:
     """In fp64 with the same meaning: what a narrow mask blocks stays blocked."""
     wide = [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args]
     mask = args[3]
@@ -88,7 +88,7 @@ def _wide(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(wide)
 
 
-def _check(args: tuple[Any, ...], config: ForwardConfig | None = None) -> None:
+def _check(args: ForwardCall, config: ForwardConfig | None = None) -> None:
     """The launcher's results against the reference, within the one error budget."""
     (B, H, M, _), E = args[0].shape, args[2].shape[3]
     nan = {"fill_value": float("nan"), "device": DEVICE}
@@ -151,27 +151,22 @@ def _packed_samples() -> list[Any]:
 def _check_packed(sample: Sample) -> None:
     generator = torch.Generator().manual_seed(zlib.crc32(sample.name.encode()))
     inputs = sample.make(generator, torch.float16)
-    q, k, v = (inputs[name].transpose(0, 1) for name in "qkv")
-    args = (
-        q, k, v, inputs["cu_seqlens_q"], inputs["cu_seqlens_k"], inputs["max_seqlen_q"],
-        inputs["max_seqlen_k"], *packed_scores(inputs), *restrictions(inputs)[3:],
-        scale_of(inputs), *dropout_of(inputs),
-    )  # fmt: skip
-    (T, H, _), E = q.shape, v.shape[2]
-    out = torch.full((T, H, E), float("nan"), dtype=q.dtype, device=DEVICE)
+    args = packed_call(inputs)
+    (T, H, _), E = args.q.shape, args.v.shape[2]
+    out = torch.full((T, H, E), float("nan"), dtype=args.q.dtype, device=DEVICE)
     lse = torch.full((H, T), float("nan"), device=DEVICE)
-    call = PackedForwardCall(*(_move(x) for x in args))
-    if reason := kernels.attention_varlen_fwd_unsupported(call):
+    call = ForwardCall(*(_move(x) for x in args))
+    if reason := kernels.attention_fwd_unsupported(call):
         pytest.skip(reason)
     workspace = [
         torch.full(shape, 1 << 30, dtype=dtype, device=DEVICE)
-        for shape, dtype, _ in kernels.attention_varlen_fwd_workspace(call)
+        for shape, dtype, _ in kernels.attention_fwd_workspace(call)
     ]
-    kernels.attention_varlen_fwd(call, out, lse, *workspace)
-    wide = reference.attention_varlen_fwd(
+    kernels.attention_fwd(call, out, lse, *workspace)
+    wide = reference.attention_fwd(
         *(x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args)
     )
-    same = reference.attention_varlen_fwd(*args)
+    same = reference.attention_fwd(*args)
     for got, w, s in zip((out.transpose(0, 1), lse), (wide[0].transpose(0, 1), wide[1]),
                          (same[0].transpose(0, 1), same[1]), strict=True):  # fmt: skip
         result = compare(got.cpu(), w, s, 1 + w.abs(), slice_dims=1)
@@ -211,7 +206,7 @@ def test_cache_tells_calls_apart_by_strides(name: str) -> None:
     at = ForwardCall._fields.index(name)
     wider = torch.stack([args[at], args[at]], 1).flatten(0, 1)[::2]
     assert wider.stride() != args[at].stride()
-    _check((*args[:at], wider, *args[at + 1 :]))
+    _check(args._replace(**{name: wider}))
 
 
 def _packed_calls(**options: Any) -> Sample:
@@ -250,12 +245,11 @@ def test_prepared_mask_is_bitwise_equal_to_its_mask(name: str) -> None:
 def test_prepared_masks_with_and_without_broadcast_tiles() -> None:
     """The tiles of one head are broadcast where all heads have equal masks."""
     q, k, v = _arguments(Sample("tiles", "", partial(make_inputs, B=1, **BASE), ()), FP16)[:3]
-    options = (None, None, None, None, 0.0, 0, -1, -1, 0.25, 0.0, None, 0)
     mask = torch.ones(1, 2, 20, 40, dtype=torch.bool)
     mask[..., 32:] = False
-    _check((q, k, v, mask, prepared.classify(mask[:, :1]), *options))
+    _check(ForwardCall(q, k, v, mask, prepared.classify(mask[:, :1]), scale=0.25))
     mask[:, 1] = True
-    _check((q, k, v, mask, prepared.classify(mask), *options))
+    _check(ForwardCall(q, k, v, mask, prepared.classify(mask), scale=0.25))
 
 
 @runs
@@ -324,7 +318,7 @@ def test_mask_that_is_a_column_of_a_wider_one() -> None:
     q = torch.randn(1, 2, 70, 16, generator=generator).half()
     k, v = (torch.randn(1, 2, 104, 16, generator=generator).half() for _ in range(2))
     mask = (torch.rand(1, 1, 70, 104, generator=generator) > 0.3)[..., :1]
-    _check((q, k, v, mask, *[None] * 5, 0.0, 0, -1, -1, 0.25, 0.0, None, 0))
+    _check(ForwardCall(q, k, v, mask, scale=0.25))
 
 
 @runs
@@ -335,7 +329,7 @@ def test_broadcast_mask_row_is_not_read_beyond_its_end() -> None:
     k, v = (torch.randn(1, 1, 72, 16, generator=generator).half() for _ in range(2))
     row = torch.full((1, 1, 1, 80), float("nan"))
     row[..., :72] = torch.randn(72, generator=generator)
-    _check((q, k, v, row[..., :72], *[None] * 5, 0.0, 0, -1, -1, 0.25, 0.0, None, 0))
+    _check(ForwardCall(q, k, v, row[..., :72], scale=0.25))
 
 
 @runs
@@ -347,7 +341,7 @@ def test_only_the_lowest_bias_blocks(value: float) -> None:
     mask = torch.zeros(1, 1, 40, 40)
     mask[..., 3, :] = value
     mask[..., 5, 1:] = value
-    _check((q, k, v, mask, *[None] * 5, 0.0, 0, -1, -1, 0.25, 0.0, None, 0))
+    _check(ForwardCall(q, k, v, mask, scale=0.25))
 
 
 @runs
@@ -357,7 +351,7 @@ def test_head_dims_of_one_two_and_padded_tiles() -> None:
     for D, E in ((8, 24), (20, 40), (48, 100), (72, 8), (120, 64)):
         q, k = (torch.randn(1, 2, 33, D, generator=generator).half() for _ in range(2))
         v = torch.randn(1, 2, 33, E, generator=generator).half()
-        _check((q, k, v, *[None] * 6, 0.0, 1, -1, -1, D**-0.5, 0.0, None, 0))
+        _check(ForwardCall(q, k, v, causal=1, scale=D**-0.5))
 
 
 @triton.jit
@@ -393,8 +387,8 @@ def test_only_rows_without_keys_have_the_sink_as_lse(dtype: torch.dtype) -> None
     sinks = torch.tensor([0.0, -0.0, 30.0, -50.0, -torch.inf])
     q = torch.full((1, 5, 3, 16), 8.0, dtype=dtype)
     lengths = torch.tensor([[4, 0, 1]], dtype=torch.int32)
-    options = (None, None, lengths, None, None, sinks, 0.0, 0, -1, -1, 1.0, 0.0, None, 0)
-    call = ForwardCall(*(_move(x) for x in (q, -q, q, *options)))
+    call = ForwardCall(q, -q, q, key_lengths=lengths, sinks=sinks)
+    call = ForwardCall(*(_move(x) for x in call))
     out, lse = torch.empty_like(call.q), torch.empty(1, 5, 3, device=DEVICE)
     kernels.attention_fwd(call, out, lse)
     assert torch.equal(lse[0, :, 1].cpu(), sinks)
@@ -415,16 +409,16 @@ def test_rows_beyond_query_lengths_are_not_computed(
     monkeypatch.setattr(
         InterpreterBuilder, "create_dot", lambda *args: (products.append(1), dot(*args))[1]
     )
-    options = (None, None, 0.0, CAUSAL["top_left"], 64, 0, 0.25, 0.0, None, 0)
+    options: dict[str, Any] = {"causal": CAUSAL["top_left"], "window_left": 64, "window_right": 0}
     if packed:
         q, offsets = torch.randn(32, 1, 16), torch.tensor([0, 32], dtype=torch.int32)
         out, lse = torch.empty_like(q), torch.empty(1, 32)
-        packed_call = PackedForwardCall(q, q, q, offsets, offsets, 256, 256, *options)
-        kernels.attention_varlen_fwd(packed_call, out, lse)
+        call = ForwardCall(q, q, q, **packing(offsets, offsets, 256, 256), **options)
+        kernels.attention_fwd(call, out, lse)
     else:
         q, length = torch.randn(1, 1, 256, 16), torch.tensor([32], dtype=torch.int32)
         out, lse = torch.empty_like(q), torch.empty(1, 1, 256)
-        call = ForwardCall(q, q, q, None, None, length, length, *options)
+        call = ForwardCall(q, q, q, key_lengths=length, query_lengths=length, **options)
         kernels.attention_fwd(call, out, lse)
         kernels.attention_fwd(call._replace(key_lengths=None), out, lse)
     assert len(products) == (2 if packed else 4)
@@ -488,8 +482,7 @@ def test_dead_keys_match_allowed_pairs() -> None:
     for M, N, causal in itertools.product(range(1, 5), range(1, 5), range(3)):
         q, k = torch.empty(1, 1, M, 8), torch.empty(1, 1, N, 8)
         for left, right in itertools.product(range(-1, 4), range(-1, 4)):
-            options = (*[None] * 6, 0.0, causal, left, right, 1.0, 0.0, None, 0)
-            call = ForwardCall(q, k, k, *options)
+            call = ForwardCall(q, k, k, causal=causal, window_left=left, window_right=right)
             pairs = reference.allowed_pairs(q, k, None, None, None, causal, left, right)
             dead = not pairs.expand(1, 1, M, N).any(2).all()
             assert launch.facts_of(call).dead_keys == dead, (M, N, causal, left, right)
@@ -510,13 +503,10 @@ def test_descriptors_need_strides_of_16_bytes() -> None:
 @pytest.mark.parametrize("M, N", [(1, 600), (600, 1)])
 def test_workspace_holds_dropout_keys_of_all_columns(M: int, N: int) -> None:
     q, k = torch.empty(1, 1, M, 8), torch.empty(1, 1, N, 8)
-    call = ForwardCall(q, k, k, *[None] * 6, 0.0, 0, -1, -1, 1.0, 0.5, None, 0)
-    offsets = torch.tensor([0])
-    packed = PackedForwardCall(q[0], k[0], k[0], offsets, offsets, M, N, *call[7:])
-    for workspace in (
-        kernels.attention_fwd_workspace(call), kernels.attention_varlen_fwd_workspace(packed)
-    ):  # fmt: skip
-        [((columns,), _, _)] = workspace
+    call, offsets = ForwardCall(q, k, k, dropout_p=0.5), torch.tensor([0])
+    packed = call._replace(q=q[0], k=k[0], v=k[0], **packing(offsets, offsets, M, N))
+    for each in (call, packed):
+        [((columns,), _, _)] = kernels.attention_fwd_workspace(each)
         assert 2 * columns >= N
 
 
@@ -525,11 +515,10 @@ def test_workspace_holds_dropout_keys_of_all_columns(M: int, N: int) -> None:
 
 def test_refusals() -> None:
     q = torch.randn(1, 1, 4, 16)
-    rest = (*[None] * 5, 0.0, 0, -1, -1, 1.0, 0.0, None, 0)
     wide, far = torch.randn(1, 1, 4, 264), (1 << 22) + 16
 
     def refusal(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> str:
-        return str(kernels.attention_fwd_unsupported(ForwardCall(q, k, v, mask, *rest)))
+        return str(kernels.attention_fwd_unsupported(ForwardCall(q, k, v, mask)))
 
     def strided(row: int, column: int) -> Tensor:
         return torch.empty_strided((1, 1, 4, 16), (0, 0, row, column), device="meta")

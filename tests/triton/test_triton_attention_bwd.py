@@ -26,14 +26,14 @@ if _env.interpreting():
 
     patched_interpreter.install()
 
-from attention_options import BASE, CHANGES, PACKED_BASE, PACKED_CHANGES, packed_scores
+from attention_options import BASE, CHANGES, PACKED_BASE, PACKED_CHANGES, packed_call
 
 from benchmarks.tune_attention_bwd import candidates
 from fastattn.ops.attention import prepared, reference, spec, spec_paged, spec_varlen
 from fastattn.ops.attention.calls import (
     BackwardCall,
+    ForwardCall,
     Gradients,
-    PackedBackwardCall,
 )
 from fastattn.ops.attention.spec_inputs import (
     allowed_of,
@@ -108,7 +108,7 @@ class Call:
         self.options = (
             *scores_of(inputs), *restricted[3:], scale_of(inputs), *dropout_of(inputs),
         )  # fmt: skip
-        self.out, self.lse = reference.attention_fwd(*self.tensors, *self.options)
+        self.out, self.lse = reference.attention_fwd(*self.forward())
         dead = dead_positions(inputs)
         # Values that every dtype has.
         self.dout = torch.randn(self.out.shape, generator=generator).bfloat16().to(dtype)
@@ -122,21 +122,22 @@ class Call:
             sinks is not None,
         ]  # fmt: skip
 
+    def forward(self) -> ForwardCall:
+        return ForwardCall(*self.tensors, None, None, 0, 0, *self.options)
+
     def run(
         self, config: BwdConfig | None = None, needs: Sequence[bool] | None = None
     ) -> dict[str, Tensor]:
         """The launcher's results by name; those not needed have no elements."""
         needs = self.needs if needs is None else list(needs)
-        moved = [_move(x) for x in self.tensors]
-        likes = (*moved[:4], *(_move(x) for x in self.options[:2]))
+        moved = ForwardCall._make(map(_move, self.forward()))
+        likes = (*moved[:4], moved.distance_bias, moved.sinks)
         results = [
             torch.empty(0, device=DEVICE) if x is None or not needed else torch.full_like(x, NAN)
             for x, needed in zip(likes, needs, strict=True)
         ]
-        call = BackwardCall(
-            _move(self.dout), _move(self.dlse), *moved, _move(self.out), _move(self.lse),
-            *(_move(x) for x in self.options), needs,
-        )  # fmt: skip
+        outputs = map(_move, (self.dout, self.dlse, self.out, self.lse))
+        call = BackwardCall._make([*outputs, *moved, needs])
         if reason := launchers.attention_bwd_unsupported(call):
             pytest.skip(reason)
         if config is not None:
@@ -162,11 +163,10 @@ class Call:
             wide[3] = mask[(None,) * (4 - mask.dim())]
         d = [None if x is None else x.double() for x in (self.dout, self.dlse)]
         options = [x.double() if _floating(x) else x for x in self.options]
-        both = (reference.attention_fwd(*wide, *options), (self.out, self.lse))
-        exact = reference.attention_bwd(*d, *wide, *both[0], *options, self.needs)
-        same = reference.attention_bwd(
-            self.dout, self.dlse, *self.tensors, *both[1], *self.options, self.needs
-        )
+        wide_call = ForwardCall(*wide, None, None, 0, 0, *options)
+        both = (reference.attention_fwd(*wide_call), (self.out, self.lse))
+        exact = reference.attention_bwd(*d, *both[0], *wide_call, self.needs)
+        same = reference.attention_bwd(self.dout, self.dlse, *both[1], *self.forward(), self.needs)
         sizes = [
             torch.zeros(like.shape, dtype=torch.float64) if x is None else x.nan_to_num()
             for x, like in zip(d, both[1], strict=True)
@@ -337,7 +337,7 @@ def test_very_negative_scores() -> None:
     q, k = call.tensors[:2]
     q[..., 0] = -150.0
     k[..., 0] = 4.0
-    call.out, call.lse = reference.attention_fwd(*call.tensors, *call.options)
+    call.out, call.lse = reference.attention_fwd(*call.forward())
     assert call.lse.max() < -88
     call.check(call.run())
 
@@ -366,7 +366,7 @@ def test_a_bias_by_distance_that_only_blocked_pairs_have_may_be_nan(
     call = Call(_small("blocked", B=1, H=1, M=M, N=N, D=16, mask=mask, alibi="H"), dtype)
     distance = torch.arange(N) - torch.arange(M)[:, None]
     call.tensors[3].masked_fill_(distance % 3 != 0, blocks)
-    call.out, call.lse = reference.attention_fwd(*call.tensors, *call.options)
+    call.out, call.lse = reference.attention_fwd(*call.forward())
     finite = call.run()
     entries = torch.arange(1 - M, N)
     call.options[0][..., entries % 3 != 0] = NAN
@@ -394,7 +394,7 @@ def test_nan_in_a_query_reaches_the_gradients(
     options = {"B": 1, "H": 1, "M": 20, "N": 70, "D": 16, "mask": mask, "dropout_p": dropout_p}
     call = Call(_small("NaN", **options), dtype)
     call.tensors[0][0, 0, 3, 5] = NAN
-    call.out, call.lse = reference.attention_fwd(*call.tensors, *call.options)
+    call.out, call.lse = reference.attention_fwd(*call.forward())
     results = call.run()
     assert results["dk"].isnan().all()
     keys = results["dv"].isnan().all(-1)
@@ -409,9 +409,9 @@ def test_weights_of_huge_scores_under_dropout() -> None:
     for x in call.tensors[:2]:
         assert x is not None
         x *= 1e4
-    call.out, call.lse = reference.attention_fwd(*call.tensors, *call.options)
+    call.out, call.lse = reference.attention_fwd(*call.forward())
     exact = reference.attention_bwd(
-        call.dout, None, *call.tensors, call.out, call.lse, *call.options, call.needs
+        call.dout, None, call.out, call.lse, *call.forward(), call.needs
     )[2]
     assert exact is not None
     assert call.run()["dv"].abs().max() <= 2 * exact.abs().max()
@@ -471,33 +471,28 @@ def _packed_samples() -> list[Any]:
 def _check_packed(sample: Sample) -> None:
     generator = torch.Generator().manual_seed(zlib.crc32(sample.name.encode()))
     inputs = sample.make(generator, torch.float16)
-    q, k, v = (inputs[name].transpose(0, 1) for name in "qkv")
-    offsets = (inputs["cu_seqlens_q"], inputs["cu_seqlens_k"])
-    options = (
-        inputs["max_seqlen_q"], inputs["max_seqlen_k"], *packed_scores(inputs),
-        *restrictions(inputs)[3:], scale_of(inputs), *dropout_of(inputs),
-    )  # fmt: skip
-    out, lse = (x.contiguous() for x in reference.attention_varlen_fwd(q, k, v, *offsets, *options))
+    forward = packed_call(inputs)
+    out, lse = (x.contiguous() for x in reference.attention_fwd(*forward))
     dout = torch.randn(out.shape, generator=generator).half()
     dlse = torch.randn(lse.shape, generator=generator)
-    needs = [True, True, True, *(x is not None for x in options[2:4])]
-    args = (dout, dlse, q, k, v, *offsets, out, lse, *options, needs)
-    call = PackedBackwardCall(*(_move(x) for x in args))
-    if reason := launchers.attention_varlen_bwd_unsupported(call):
+    changes = forward.distance_bias, forward.sinks
+    needs = [True, True, True, False, *(x is not None for x in changes)]
+    args = (dout, dlse, out, lse, *forward, needs)
+    call = BackwardCall(*(_move(x) for x in args))
+    if reason := launchers.attention_bwd_unsupported(call):
         pytest.skip(reason)
-    given = call.q, call.k, call.v, call.distance_bias, call.sinks
+    given = call.q, call.k, call.v, None, call.distance_bias, call.sinks
     results = [
         torch.empty(0, device=DEVICE) if x is None else torch.full_like(x, NAN) for x in given
     ]
     workspace = [
         torch.full(shape, 1 << 6, dtype=dtype, device=DEVICE)
-        for shape, dtype, _ in launchers.attention_varlen_bwd_workspace(call)
+        for shape, dtype, _ in launchers.attention_bwd_workspace(call)
     ]
-    launchers.attention_varlen_bwd(call, *results, *workspace)
-    exact = reference.attention_varlen_bwd(*(x.double() if _floating(x) else x for x in args))
-    same = reference.attention_varlen_bwd(*args)
-    names = ("dq", "dk", "dv", "ddistance_bias", "dsinks")
-    for name, got, e, s in zip(names, results, exact, same, strict=True):
+    launchers.attention_bwd(call, *results, *workspace)
+    exact = reference.attention_bwd(*(x.double() if _floating(x) else x for x in args))
+    same = reference.attention_bwd(*args)
+    for name, got, e, s in zip(RESULTS, results, exact, same, strict=True):
         if e is None:
             continue
         mag = 1 + e.abs()
@@ -630,11 +625,10 @@ def test_generations_share_tilings() -> None:
 def test_refusals() -> None:
     q = torch.randn(1, 1, 4, 16)
     needs = [True] * 4 + [False] * 2
-    rest = (None, None, 0.0, 0, -1, -1, 1.0, 0.0, None, 0, needs)
 
     def refusal(q: Tensor, k: Tensor, v: Tensor) -> str:
-        args = (v, None, q, k, v, None, None, None, None, v, v[..., 0])
-        return str(launchers.attention_bwd_unsupported(BackwardCall(*args, *rest)))
+        call = BackwardCall(v, None, v, v[..., 0], q, k, v, needs=needs)
+        return str(launchers.attention_bwd_unsupported(call))
 
     wide = torch.randn(1, 1, 4, 264)
     assert refusal(q, q, q) == "None"

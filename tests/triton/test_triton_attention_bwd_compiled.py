@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 triton = pytest.importorskip("triton")
+from attention_options import packing
 from compiled_kernels import (
     SHARED_MEMORY,
     TARGETS,
@@ -31,7 +32,7 @@ from compiled_kernels import (
 )
 
 from fastattn.ops.attention import prepared
-from fastattn.ops.attention.calls import BackwardCall, PackedBackwardCall
+from fastattn.ops.attention.calls import BackwardCall
 from fastattn.ops.attention.triton import backward as launchers
 from fastattn.ops.attention.triton.bwd_config import BwdConfig, BwdTile
 
@@ -95,11 +96,11 @@ def _launch(
     if dq_alone:
         needs[1:] = [False] * 5
     call = BackwardCall(
-        out if dout else None, None if dout else lse, q, k, v,
+        out if dout else None, None if dout else lse, out, lse, q, k, v,
         bias, prepared.classify(bias) if words else None, lengths,
-        empty(2, dtype=torch.int32) if query_lengths else None,
-        out, lse, by_distance, sink, softcap, causal, left, -1, 0.125, dropout_p,
-        empty(1, dtype=torch.int64) if dropout_p else None, 3, needs,
+        empty(2, dtype=torch.int32) if query_lengths else None, None, None, 0, 0,
+        by_distance, sink, softcap, causal, left, -1, 0.125, dropout_p,
+        empty(1, dtype=torch.int64) if dropout_p else None, 3, None, needs,
     )  # fmt: skip
     gradients = zip((q, k, v, bias, by_distance, sink), needs, strict=True)
     results = [x if x is not None and needed else empty(0) for x, needed in gradients]
@@ -245,16 +246,17 @@ def _launch_packed(D: int, *, heads: int, left: int = -1, dropout_p: float = 0.0
     q, k = (torch.empty(4096, H, D, dtype=torch.bfloat16, device="meta") for H in (heads, 2))
     offsets = torch.empty(9, dtype=torch.int32, device="meta")
     seed = torch.empty(1, dtype=torch.int64, device="meta") if dropout_p else None
-    call = PackedBackwardCall(
-        q, None, q, k, k, offsets, offsets, q, torch.empty(heads, 4096, device="meta"), 700, 700,
-        None, None, 0.0, 2, left, -1, 0.125, dropout_p, seed, 0, [True, True, True, False, False],
+    call = BackwardCall(
+        q, None, q, torch.empty(heads, 4096, device="meta"), q, k, k,
+        **packing(offsets, offsets, 700, 700), causal=2, window_left=left, scale=0.125,
+        dropout_p=dropout_p, dropout_seed=seed, needs=[True, True, True, False, False, False],
     )  # fmt: skip
     workspace = [
         torch.empty(shape, dtype=dtype, device="meta")
-        for shape, dtype, _ in launchers.attention_varlen_bwd_workspace(call)
+        for shape, dtype, _ in launchers.attention_bwd_workspace(call)
     ]
     none = torch.empty(0, device="meta")
-    launchers.attention_varlen_bwd(call, q, k, k, none, none, *workspace)
+    launchers.attention_bwd(call, q, k, k, none, none, none, *workspace)
 
 
 @compiles

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 triton = pytest.importorskip("triton")
+from attention_options import packing
 from compiled_kernels import (
     GENERATIONS,
     GPUS,
@@ -31,7 +32,7 @@ from compiled_kernels import (
 )
 
 from fastattn.ops.attention import prepared
-from fastattn.ops.attention.calls import ForwardCall, PackedForwardCall
+from fastattn.ops.attention.calls import ForwardCall
 from fastattn.ops.attention.triton import forward as kernels
 from fastattn.ops.attention.triton.fwd_config import Features, forward_config
 
@@ -84,7 +85,7 @@ def _launch(
     dense = None if mask is None else empty(*mask[1], dtype=mask[0])
     call = ForwardCall(
         q, k, v, dense, prepared.classify(dense) if words else None, lengths,
-        empty(2, dtype=torch.int32) if query_lengths else None,
+        empty(2, dtype=torch.int32) if query_lengths else None, None, None, 0, 0,
         empty(distance, 4, M + N - 1, dtype=torch.float32) if distance else None,
         empty(4, dtype=torch.float32) if sinks else None, softcap, causal, -1, -1, 0.125, dropout_p,
         empty(1, dtype=torch.int64) if dropout_p else None, 3,
@@ -266,8 +267,7 @@ def test_register_cap_depends_on_strides_of_keys_and_values() -> None:
             return torch.empty_strided((2, 4, 256, D), strides, dtype=torch.bfloat16, device="meta")
 
         q, k = meta(q_row, 256 * q_row), meta(k_row, 256 * k_row if k_head is None else k_head)
-        call = ForwardCall(q, k, k, *[None] * 6, 0.0, 0, -1, -1, 1.0, 0.0, None, 0)
-        plan = kernels._bind(config, call, q, None, None, aligned)
+        plan = kernels._bind(config, ForwardCall(q, k, k), q, aligned)
         return plan.attend.func.options.get("maxnreg")  # type: ignore[attr-defined]
 
     assert config.maxnreg == 128
@@ -289,10 +289,8 @@ def test_packed_compiles(arch: str) -> None:
     offsets = torch.empty(9, dtype=torch.int32, device="meta")
     lse = torch.empty(8, 4096, device="meta")
     with compiled_for(arch) as found:
-        call = PackedForwardCall(
-            q, k, k, offsets, offsets, 700, 700, None, None, 0.0, 2, -1, -1, 0.125, 0.0, None, 0
-        )
-        kernels.attention_varlen_fwd(call, q, lse)
+        packed = packing(offsets, offsets, 700, 700)
+        kernels.attention_fwd(ForwardCall(q, k, k, **packed, causal=2, scale=0.125), q, lse)
     assert _tensor_instructions(found[-1], arch) > 0 and spilled(found[-1]) == 0
 
 

@@ -35,7 +35,7 @@ from compiled_kernels import (
 from op_examples import assert_same_bits
 
 import fastattn
-from fastattn.ops.attention.calls import ForwardCall, PagedForwardCall
+from fastattn.ops.attention.calls import ForwardCall
 from fastattn.ops.attention.spec_paged import SAMPLES, in_pages
 from fastattn.ops.attention.triton import forward as kernels
 from fastattn.ops.attention.triton.fwd_config import Features, forward_config
@@ -100,11 +100,9 @@ def test_cache_tells_block_tables_apart() -> None:
         whole = torch.stack([torch.cat([pages[p] for p in row], 1) for row in t.tolist()])
         out, lse = torch.empty_like(q), torch.empty(2, 2, 3, device=DEVICE)
         expected = torch.empty_like(q), torch.empty(2, 2, 3, device=DEVICE)
-        options = (0.0, 0, -1, -1, 0.25)
-        call = PagedForwardCall(q, pages, pages, t, *[None] * 5, *options)
-        kernels.attention_paged_fwd(call, out, lse)
-        padded = ForwardCall(q, whole, whole, *[None] * 6, *options, 0.0, None, 0)
-        kernels.attention_fwd(padded, *expected)
+        call = ForwardCall(q, pages, pages, scale=0.25, block_table=t)
+        kernels.attention_fwd(call, out, lse)
+        kernels.attention_fwd(ForwardCall(q, whole, whole, scale=0.25), *expected)
         assert_same_bits((out, lse), expected)
 
 
@@ -112,9 +110,8 @@ def test_cache_tells_block_tables_apart() -> None:
 def test_refuses_pages_of_other_sizes(page: int) -> None:
     q, k = torch.empty(1, 1, 1, 16), torch.empty(2, 1, page, 16)
     table = torch.zeros(1, 1, dtype=torch.int32)
-    call = PagedForwardCall(q, k, k, table, *[None] * 5, 0.0, 0, -1, -1, 0.25)
-    reason = str(kernels.attention_paged_fwd_unsupported(call))
-    assert reason == f"handles pages of 16, 32, 64, 128 or 256 keys, got {page}"
+    reason = str(kernels.attention_fwd_unsupported(ForwardCall(q, k, k, block_table=table)))
+    assert reason == f"handles pages of 16, 32, 64, 128, 256 keys, got {page}"
 
 
 # -- compiled -------------------------------------------------------------------------------------
@@ -134,18 +131,15 @@ def _launch(
     """1024 keys, grouped heads, lengths; page 0: contiguous keys."""
     q, out, lse = _empty(2, 8, M, D, dtype=dtype), _empty(2, 8, M, D, dtype=dtype), _empty(2, 8, M)
     dense = None if mask is None else _empty(2, 1, M, 1024, dtype=mask)
-    options = (_empty(2, dtype=torch.int32), None, None, None, 0.0, 3, -1, -1, 0.125)
-    lse = lse.float()
-    if page:
-        k = _empty(2048 // page, page, 2, D, dtype=dtype).transpose(1, 2)
-        table = _empty(2, 1024 // page, dtype=torch.int32)
-        call = PagedForwardCall(q, k, k, table, dense, *options)
-        workspace = kernels.attention_paged_fwd_workspace(call)
-        kernels.attention_paged_fwd(call, out, lse, *_buffers(workspace))
-    else:
-        k = _empty(2, 1024, 2, D, dtype=dtype).transpose(1, 2)
-        padded = ForwardCall(q, k, k, dense, None, *options, 0.0, None, 0)
-        kernels.attention_fwd(padded, out, lse, *_buffers(kernels.attention_fwd_workspace(padded)))
+    table = _empty(2, 1024 // page, dtype=torch.int32) if page else None
+    keys = (2048 // page, page) if page else (2, 1024)
+    k = _empty(*keys, 2, D, dtype=dtype).transpose(1, 2)
+    call = ForwardCall(
+        q, k, k, dense, key_lengths=_empty(2, dtype=torch.int32), causal=3, scale=0.125,
+        block_table=table,
+    )  # fmt: skip
+    workspace = kernels.attention_fwd_workspace(call)
+    kernels.attention_fwd(call, out, lse.float(), *_buffers(workspace))
 
 
 def _buffers(workspace: Any) -> list[Tensor]:

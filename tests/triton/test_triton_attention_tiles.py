@@ -23,9 +23,10 @@ if _env.interpreting():
     patched_interpreter.install()
 
 import triton.language as tl
+from attention_options import packing
 
 from fastattn.ops.attention import prepared, reference
-from fastattn.ops.attention.calls import BackwardCall, ForwardCall, Gradients, PackedBackwardCall
+from fastattn.ops.attention.calls import BackwardCall, ForwardCall, Gradients
 from fastattn.ops.attention.triton import backward, base_tiles, bwd_bind, mask_lists
 from fastattn.ops.attention.triton import tiles as device_tiles
 from fastattn.ops.attention.triton.bwd_config import BwdConfig, BwdTile
@@ -199,7 +200,7 @@ def test_backward_lists_match_allowed_pairs(letters: str, is_prepared: bool, by_
     lengths, queries = lengths.to(DEVICE), queries.to(DEVICE)
     words = prepared.classify(mask) if is_prepared and mask is not None else None
     inputs = q.to(DEVICE), k.to(DEVICE), k.to(DEVICE), mask, words, lengths, queries
-    facts = facts_of(ForwardCall(*inputs, None, None, 0.0, 2, -1, -1, 1.0, 0.0, None, 0))
+    facts = facts_of(ForwardCall(*inputs, causal=2))
     base = base_tiles.base_tiles(facts, 16, 16)
     lists = mask_lists.base_tile_lists(base, block_m, block_n, by_key)
     bits = torch.full(base.shape, 1 << 6, dtype=torch.uint8, device=DEVICE)
@@ -271,10 +272,10 @@ def test_lse_and_delta_of_packed_sequences_fit(length: int) -> None:
     sequences, step = 40, LSE_DELTA_ALIGNMENT.value
     offsets = length * torch.arange(sequences + 1, dtype=torch.int32)
     q = torch.empty(sequences * length, 1, 8)
-    inputs = (q, None, q, q, q, offsets, offsets, q, q[..., 0].T, length, length)
-    options = (None, None, 0.0, 0, -1, -1, 1.0, 0.0, None, 0, [True, True, True, False, False])
-    call = PackedBackwardCall(*inputs, *options)
-    [((_, rows), _, _)] = backward.attention_varlen_bwd_workspace(call)
+    needs = [True, True, True, False, False, False]
+    packed = packing(offsets, offsets, length, length)
+    call = BackwardCall(q, None, q, q[..., 0].T, q, q, q, **packed, needs=needs)
+    [((_, rows), _, _)] = backward.attention_bwd_workspace(call)
     end = 0
     for b, query0 in enumerate(offsets[:-1].tolist()):
         begin = (query0 + b * (step - 1)) // step * step
@@ -288,9 +289,7 @@ def test_dead_rows_and_keys_match_allowed_pairs() -> None:
         q, k = torch.empty(1, 1, M, 8), torch.empty(1, 1, N, 8)
         for left, right in itertools.product(range(-1, 4), range(-1, 4)):
             restrictions = (None, None, None, causal, left, right)
-            inputs = (q, None, q, k, k, None, *restrictions[:3], q, q[..., 0], None, None, 0.0)
-            needs = [True, True, True, False, False, False]
-            call = BackwardCall(*inputs, *restrictions[3:], 1.0, 0.0, None, 0, needs)
+            call = ForwardCall(q, k, k, causal=causal, window_left=left, window_right=right)
             facts = facts_of(call)
             pairs = reference.allowed_pairs(q, k, *restrictions).expand(1, 1, M, N)
             assert facts.dead_rows != pairs.any(3).all(), (M, N, causal, left, right)
@@ -307,9 +306,8 @@ def _constants(
     x = {name: torch.empty(2, 2, n, 16, dtype=torch.float16) for name, n in sizes.items()}
     if expanded:
         x[expanded] = x[expanded][:1].expand(2, -1, -1, -1)
-    inputs = (x["dout"], None, x["q"], x["k"], x["v"], *[None] * 4, x["out"], x["out"][..., 0])
-    needs = [True, True, True, False, False, False]
-    call = BackwardCall(*inputs, None, None, 0.0, 0, -1, -1, 1.0, 0.0, None, 0, needs)
+    lse, needs = x["out"][..., 0], [True, True, True, False, False, False]
+    call = BackwardCall(x["dout"], None, x["out"], lse, x["q"], x["k"], x["v"], needs=needs)
     none = torch.empty(0)
     gradients = Gradients(*(torch.empty_like(x[name]) for name in "qkv"), none, none, none)
     layout = bwd_bind.layout_of(tiling, call)

@@ -164,11 +164,13 @@ class _Call:
             for name in ("keys", "queries")
         )
         causal = options.get("causal", 0)
-        rest = (None, keys, queries, None, None, 0.0, causal, -1, -1, 0.125, p, seed, 5)
-        self.fwd = ForwardCall(q, k, v, options.get("mask"), *rest)
+        self.fwd = ForwardCall(
+            q, k, v, options.get("mask"), key_lengths=keys, query_lengths=queries, causal=causal,
+            scale=0.125, dropout_p=p, dropout_seed=seed, dropout_stream=5,
+        )  # fmt: skip
         needs = [True, True, True, False, False, False]
         gradients = [torch.empty_like(x) for x in (q, k, v)]
-        self.bwd = BackwardCall(dout, None, *self.fwd[:7], out, lse, *rest[3:], needs)
+        self.bwd = BackwardCall._make([dout, None, out, lse, *self.fwd, needs])
         self.results = [(out, lse), (*gradients, *[torch.empty(0)] * 3)]
         workspaces = (
             forward.attention_fwd_workspace(self.fwd),

@@ -3,7 +3,7 @@
 #include "attention/cpu/forward.h"
 #include "attention/cpu/weights.h"
 
-namespace fastattn::attention::FASTATTN_ISA {
+namespace fastattn::attention::cpu::FASTATTN_ISA {
 const Kernels kKernels = {forward, weights,       combine_splits, delta,          dq,
                           dkv,     all_gradients, dmask,          ddistance_bias, dsinks};
-}  // namespace fastattn::attention::FASTATTN_ISA
+}  // namespace fastattn::attention::cpu::FASTATTN_ISA

@@ -22,7 +22,7 @@
 
 #include "attention/cpu/forward.h"
 
-namespace fastattn::attention::FASTATTN_ISA {
+namespace fastattn::attention::cpu::FASTATTN_ISA {
 
 inline const float* row_values(const Problem& a, const float* values, const Sequence& s, int64_t h,
                                int row) {
@@ -864,4 +864,4 @@ void dsinks(const Backward& a, Queue& queue, float*) {
   });
 }
 
-}  // namespace fastattn::attention::FASTATTN_ISA
+}  // namespace fastattn::attention::cpu::FASTATTN_ISA

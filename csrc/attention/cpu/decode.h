@@ -6,7 +6,7 @@
 
 #include "attention/cpu/rows.h"
 
-namespace fastattn::attention::FASTATTN_ISA {
+namespace fastattn::attention::cpu::FASTATTN_ISA {
 
 // Bytes of keys and values above which they are assumed to be in main memory. (One head for each kv
 // head, one Zen 4 thread with AVX2, time if all rows are prefetched over time if only beginnings: 4
@@ -508,4 +508,4 @@ void combine_splits(const Forward& a, Queue& queue, float* workspace) {
   });
 }
 
-}  // namespace fastattn::attention::FASTATTN_ISA
+}  // namespace fastattn::attention::cpu::FASTATTN_ISA

@@ -8,7 +8,7 @@
 
 #include "attention/cpu/decode.h"
 
-namespace fastattn::attention::FASTATTN_ISA {
+namespace fastattn::attention::cpu::FASTATTN_ISA {
 
 // The last of the `tiles` tasks of a head. Tasks after the last tile of a short sequence are
 // skipped together.
@@ -311,4 +311,4 @@ void forward(const Forward& a, Queue& queue, float* workspace) {
   with_units(a.type, [&](auto u) { forward_tiles<decltype(u)>(a, queue, memory); });
 }
 
-}  // namespace fastattn::attention::FASTATTN_ISA
+}  // namespace fastattn::attention::cpu::FASTATTN_ISA

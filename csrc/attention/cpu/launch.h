@@ -7,7 +7,7 @@
 
 #include "attention/cpu/problem.h"
 
-namespace fastattn::attention {
+namespace fastattn::attention::cpu {
 
 // Multiply-adds below which another thread costs more than it saves; kDecodeGrain: with few
 // queries, which are bound by memory and counted as one.
@@ -166,4 +166,4 @@ void launch_backward(const Kernels& kernels, Backward& a, int64_t lse_rows, floa
   }
 }
 
-}  // namespace fastattn::attention
+}  // namespace fastattn::attention::cpu

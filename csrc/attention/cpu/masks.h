@@ -10,7 +10,7 @@
 #include "common/dropout.h"
 #include "cpu/simd.h"
 
-namespace fastattn::attention::FASTATTN_ISA {
+namespace fastattn::attention::cpu::FASTATTN_ISA {
 
 using namespace fastattn::FASTATTN_ISA;
 
@@ -498,4 +498,4 @@ class TileDropout {
   uint32_t columns_[kTileKeys], shifts_[kTileKeys];
 };
 
-}  // namespace fastattn::attention::FASTATTN_ISA
+}  // namespace fastattn::attention::cpu::FASTATTN_ISA

@@ -10,7 +10,7 @@
 #include "attention/cpu/problem.h"
 #include "cpu/gemm.h"
 
-namespace fastattn::attention::FASTATTN_ISA {
+namespace fastattn::attention::cpu::FASTATTN_ISA {
 
 using namespace fastattn::FASTATTN_ISA;
 
@@ -280,4 +280,4 @@ inline void store_rows(DType type, void* data, int64_t offset, int64_t stride, i
   });
 }
 
-}  // namespace fastattn::attention::FASTATTN_ISA
+}  // namespace fastattn::attention::cpu::FASTATTN_ISA

@@ -19,7 +19,7 @@
 #include "cpu/dispatch.h"
 #include "cpu/threads.h"
 
-namespace fastattn::attention {
+namespace fastattn::attention::cpu {
 
 // Rows of queries and of keys in a tile. 96 is a multiple of the micro-kernel's 6 rows; 128 keys
 // make the products with v deep (one Zen 5 thread, bf16 forward of 1024 x 1024: 13.0 ms, with 64
@@ -356,4 +356,4 @@ struct Kernels {
 
 FASTATTN_DISPATCH(Kernels)
 
-}  // namespace fastattn::attention
+}  // namespace fastattn::attention::cpu

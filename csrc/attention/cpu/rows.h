@@ -3,7 +3,7 @@
 
 #include "attention/cpu/softmax.h"
 
-namespace fastattn::attention::FASTATTN_ISA {
+namespace fastattn::attention::cpu::FASTATTN_ISA {
 
 // Rows that are processed together. Groups begin at multiples of it, so that none is in two pages.
 constexpr int kGroup = 4;
@@ -113,4 +113,4 @@ inline Rows<T, kPaged> rows_of_keys(const Problem& a, const TensorView& x, const
   return rows;
 }
 
-}  // namespace fastattn::attention::FASTATTN_ISA
+}  // namespace fastattn::attention::cpu::FASTATTN_ISA

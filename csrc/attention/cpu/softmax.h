@@ -10,7 +10,7 @@
 #include "attention/cpu/operands.h"
 #include "cpu/exponential.h"
 
-namespace fastattn::attention::FASTATTN_ISA {
+namespace fastattn::attention::cpu::FASTATTN_ISA {
 
 // Offsets of a sequence's rows in tensors of queries (lse and delta too) and of keys.
 inline int64_t query_offset(const TensorView& x, const Sequence& s, int64_t h, int64_t row) {
@@ -215,4 +215,4 @@ inline void with_flags(bool range, bool drop, const Run& run) {
   range ? second(std::true_type{}) : second(std::false_type{});
 }
 
-}  // namespace fastattn::attention::FASTATTN_ISA
+}  // namespace fastattn::attention::cpu::FASTATTN_ISA

@@ -13,7 +13,7 @@
 
 #include "attention/cpu/forward.h"
 
-namespace fastattn::attention::FASTATTN_ISA {
+namespace fastattn::attention::cpu::FASTATTN_ISA {
 
 // The weights of a tile of queries of one head.
 class TileWeights {
@@ -112,4 +112,4 @@ void weights(const Forward& a, Queue& queue, float* workspace) {
   with_units(a.type, [&](auto u) { weights_of_rows<decltype(u)>(a, queue, memory); });
 }
 
-}  // namespace fastattn::attention::FASTATTN_ISA
+}  // namespace fastattn::attention::cpu::FASTATTN_ISA

@@ -1,8 +1,18 @@
-"""The arguments of attention's torch ops: one tuple for each op, whose fields are the arguments of
-its schema. All backends but the reference take them.
+"""The arguments and results of attention's torch ops, in the order of their schemas.
+
+The weights ops take the fields of `ForwardCall` and `BackwardCall` and a few more. Padded, packed
+and paged calls differ in the shapes of their tensors and in which fields are given:
+
+- padded: q [B, H, M, D], k [B, K, N, D], v [B, K, N, E]; out [B, H, M, E], lse [B, H, M].
+- packed, with cu_seqlens: q [T, H, D], k [S, K, D], v [S, K, E]; out [T, H, E], lse [H, T]. No
+  mask and no lengths.
+- paged, with a block table: k [P, K, page, D] and v [P, K, page, E] in place of the N = pages of a
+  sequence * page keys: key j of sequence b is row j % page of page block_table[b, j // page].
+  Entries for keys beyond the key length may be any numbers. No dropout.
 """
 
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import torch
@@ -11,52 +21,91 @@ from torch import Tensor
 SymInt = Annotated[int, torch.SymInt]
 
 
+class CausalKind(IntEnum):
+    """What `causal` means: where the diagonal is. csrc/attention/key_range.h has the same."""
+
+    NONE = 0
+    TOP_LEFT = 1
+    BOTTOM_RIGHT = 2  # by the sizes of the tensors; in packed sequences by those of each
+    BOTTOM_RIGHT_LENGTHS = 3  # by the lengths of each sequence
+
+
 class ForwardCall(NamedTuple):
-    q: Tensor  # [B, H, M, D]
-    k: Tensor  # [B, K, N, D]
-    v: Tensor  # [B, K, N, E]
-    mask: Tensor | None
-    mask_tiles: Tensor | None
-    key_lengths: Tensor | None
-    query_lengths: Tensor | None
-    # [B or 1, H, M + N - 1]: the pair (i, j) adds entry j - i - (the diagonal's offset) + M - 1, or
-    # N - 1 in place of M - 1 if the diagonal is a bottom-right one. M and N of packed sequences are
-    # max_seqlen_q and max_seqlen_k.
-    distance_bias: Tensor | None
-    sinks: Tensor | None  # [H], in lse's dtype
-    softcap: float  # 0.0: none
-    causal: int
-    window_left: SymInt
-    window_right: SymInt
-    scale: float
-    dropout_p: float
-    dropout_seed: Tensor | None
-    dropout_stream: int
-
-
-class BackwardCall(NamedTuple):
-    dout: Tensor | None
-    dlse: Tensor | None
     q: Tensor
     k: Tensor
     v: Tensor
-    mask: Tensor | None
-    mask_tiles: Tensor | None
-    key_lengths: Tensor | None
-    query_lengths: Tensor | None
+    mask: Tensor | None = None
+    mask_tiles: Tensor | None = None
+    key_lengths: Tensor | None = None
+    query_lengths: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None  # int32 [B + 1]
+    cu_seqlens_k: Tensor | None = None
+    max_seqlen_q: SymInt = 0
+    max_seqlen_k: SymInt = 0
+    # [B or 1, H, M + N - 1]: the pair (i, j) adds entry j - i - (the diagonal's offset) + M - 1, or
+    # N - 1 in place of M - 1 if the diagonal is a bottom-right one. M and N of packed sequences are
+    # max_seqlen_q and max_seqlen_k.
+    distance_bias: Tensor | None = None
+    sinks: Tensor | None = None  # [H], in lse's dtype
+    softcap: float = 0.0  # 0.0: none
+    causal: int = CausalKind.NONE
+    window_left: SymInt = -1
+    window_right: SymInt = -1
+    scale: float = 1.0
+    dropout_p: float = 0.0
+    dropout_seed: Tensor | None = None
+    dropout_stream: int = 0
+    block_table: Tensor | None = None  # int32 [B, pages of a sequence]
+
+
+class BackwardCall(NamedTuple):
+    """The gradients of the forward's results, these, its arguments, and which are needed."""
+
+    dout: Tensor | None
+    dlse: Tensor | None
     out: Tensor
     lse: Tensor
-    distance_bias: Tensor | None
-    sinks: Tensor | None
-    softcap: float
-    causal: int
-    window_left: SymInt
-    window_right: SymInt
-    scale: float
-    dropout_p: float
-    dropout_seed: Tensor | None
-    dropout_stream: int
-    needs: Sequence[bool]
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None = None
+    mask_tiles: Tensor | None = None
+    key_lengths: Tensor | None = None
+    query_lengths: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    max_seqlen_q: SymInt = 0
+    max_seqlen_k: SymInt = 0
+    distance_bias: Tensor | None = None
+    sinks: Tensor | None = None
+    softcap: float = 0.0
+    causal: int = CausalKind.NONE
+    window_left: SymInt = -1
+    window_right: SymInt = -1
+    scale: float = 1.0
+    dropout_p: float = 0.0
+    dropout_seed: Tensor | None = None
+    dropout_stream: int = 0
+    block_table: Tensor | None = None
+    needs: Sequence[bool] = (True,) * 6  # in the order of Gradients
+
+    @property
+    def forward(self) -> ForwardCall:
+        return ForwardCall._make(self[4:-1])
+
+
+AnyCall = ForwardCall | BackwardCall
+
+
+class Gradients(NamedTuple):
+    """The results of the backward; those not needed have no elements."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dmask: Tensor
+    ddistance_bias: Tensor
+    dsinks: Tensor
 
 
 def _call(name: str, fields: list[tuple[str, Any]]) -> Any:
@@ -67,6 +116,7 @@ def _call(name: str, fields: list[tuple[str, Any]]) -> Any:
 _FORWARD, _BACKWARD = (
     [*get_type_hints(call, include_extras=True).items()] for call in (ForwardCall, BackwardCall)
 )
+assert _BACKWARD[4:-1] == _FORWARD
 # average: whether the weights are the mean over the heads, [B, M, N], else [B, H, M, N].
 WeightsForwardCall = _call("WeightsForwardCall", [*_FORWARD, ("average", bool)])
 WeightsBackwardCall = _call(
@@ -81,79 +131,12 @@ WeightsBackwardCall = _call(
 )
 
 
-class PagedForwardCall(NamedTuple):
-    """Keys and values in pages: key j of sequence b is row j % page of page
-    block_table[b, j // page]. The other fields mean what they mean in ForwardCall, for N = T * page
-    keys. Entries for keys beyond the key length may be any numbers.
-    """
-
-    q: Tensor  # [B, H, M, D]
-    k: Tensor  # [P, K, page, D]
-    v: Tensor  # [P, K, page, E]
-    block_table: Tensor  # int32 [B, T]
-    mask: Tensor | None
-    key_lengths: Tensor | None
-    query_lengths: Tensor | None
-    distance_bias: Tensor | None
-    sinks: Tensor | None
-    softcap: float
-    causal: int
-    window_left: SymInt
-    window_right: SymInt
-    scale: float
+def weights_refusal(call: Any) -> str | None:
+    """Why no backend of `attention_with_weights` runs the call, or None."""
+    padded = call.cu_seqlens_q is call.cu_seqlens_k is call.block_table is None
+    return None if padded else "computes weights of padded calls only, without cu_seqlens or pages"
 
 
-class PackedForwardCall(NamedTuple):
-    q: Tensor  # [T, H, D]
-    k: Tensor  # [S, K, D]
-    v: Tensor  # [S, K, E]
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    max_seqlen_q: SymInt
-    max_seqlen_k: SymInt
-    distance_bias: Tensor | None
-    sinks: Tensor | None
-    softcap: float
-    causal: int
-    window_left: SymInt
-    window_right: SymInt
-    scale: float
-    dropout_p: float
-    dropout_seed: Tensor | None
-    dropout_stream: int
-
-
-class PackedBackwardCall(NamedTuple):
-    dout: Tensor | None
-    dlse: Tensor | None
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    out: Tensor
-    lse: Tensor
-    max_seqlen_q: SymInt
-    max_seqlen_k: SymInt
-    distance_bias: Tensor | None
-    sinks: Tensor | None
-    softcap: float
-    causal: int
-    window_left: SymInt
-    window_right: SymInt
-    scale: float
-    dropout_p: float
-    dropout_seed: Tensor | None
-    dropout_stream: int
-    needs: Sequence[bool]
-
-
-class Gradients(NamedTuple):
-    """The results of the backward; those not needed have no elements."""
-
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-    dmask: Tensor
-    ddistance_bias: Tensor
-    dsinks: Tensor
+def paged_refusal(call: BackwardCall) -> str | None:
+    """Why no backend but the reference computes gradients of a paged call, or None."""
+    return None if call.block_table is None else "has no gradients with block_table"

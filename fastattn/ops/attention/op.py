@@ -1,4 +1,4 @@
-"""The torch op of attention: schemas, shapes and strides of the results, backends in order of
+"""The torch ops of attention: schemas, shapes and strides of the results, backends in order of
 preference.
 
 Saved for the backward: q, k, v, the restrictions and score modifications, `out` and `lse` (fp32,
@@ -17,11 +17,11 @@ from fastattn.ops._autograd import differentiable, gradient_like
 from fastattn.ops._op import Backend, Op
 from fastattn.ops.attention import reference, tangents
 from fastattn.ops.attention.calls import (
+    AnyCall,
     BackwardCall,
+    CausalKind,
     ForwardCall,
-    PackedBackwardCall,
-    PackedForwardCall,
-    PagedForwardCall,
+    Gradients,
     WeightsBackwardCall,
     WeightsForwardCall,
 )
@@ -29,12 +29,12 @@ from fastattn.ops.attention.prepared import TILE as MASK_TILE  # noqa: F401
 from fastattn.ops.attention.prepared import PreparedMask as PreparedMask
 from fastattn.ops.attention.prepared import classify as classify_mask  # noqa: F401
 
-# Codes of the schema's `causal`.
+# Plain integers, which compiled programs keep as constants.
 CAUSAL = {
-    False: 0,
-    "top_left": reference.TOP_LEFT,
-    "bottom_right": reference.BOTTOM_RIGHT,
-    "bottom_right_lengths": reference.BOTTOM_RIGHT_LENGTHS,
+    False: int(CausalKind.NONE),
+    "top_left": int(CausalKind.TOP_LEFT),
+    "bottom_right": int(CausalKind.BOTTOM_RIGHT),
+    "bottom_right_lengths": int(CausalKind.BOTTOM_RIGHT_LENGTHS),
 }
 _PACKAGE = "fastattn.ops.attention"
 # Not an op: PyTorch operators on every device.
@@ -58,14 +58,13 @@ def _like_query(q: Tensor, E: int) -> Tensor:
     return q.new_empty(B, H, M, E)
 
 
-def _lse_dtype(q: Tensor) -> torch.dtype:
-    """The dtype of lse."""
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
-
-
-def _fwd_outputs(call: ForwardCall | PagedForwardCall) -> tuple[Tensor, ...]:
-    q = call.q
-    return _like_query(q, call.v.shape[3]), q.new_empty(q.shape[:3], dtype=_lse_dtype(q))
+def _fwd_outputs(call: AnyCall) -> tuple[Tensor, ...]:
+    q, E = call.q, call.v.shape[-1]
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if call.cu_seqlens_q is None:
+        return _like_query(q, E), q.new_empty(q.shape[:3], dtype=dtype)
+    T, H, _ = q.shape
+    return q.new_empty(T, H, E), q.new_empty(H, T, dtype=dtype)
 
 
 def _bwd_outputs(call: BackwardCall) -> tuple[Tensor, ...]:
@@ -81,16 +80,37 @@ def _weights_fwd_outputs(call: Any) -> tuple[Tensor, ...]:
 
 
 _LENGTHS = ("key_lengths", "query_lengths")
-# The arguments and results of all these ops that have a batch.
-_BATCHED = (
-    "q", "k", "v", *_LENGTHS, "out", "lse", "dout", "dlse", "dq", "dk", "dv", "weights",
-    "dweights",
+_CONTIGUOUS = (
+    "q", "k", "v", *_LENGTHS, "cu_seqlens_q", "cu_seqlens_k", "distance_bias", "block_table",
 )  # fmt: skip
-# Arguments with this batch or a batch of 1.
-_BROADCAST = ("mask", "mask_tiles", "distance_bias")
-_GRADIENTS = {"dq": "q", "dk": "k", "dv": "v"}
-_SCORE_GRADIENTS = {"ddistance_bias": "distance_bias", "dsinks": "sinks"}
+_OPTIONS: dict[str, Any] = {
+    # The arguments and results that have a batch, in padded calls.
+    "batched": (
+        "q", "k", "v", *_LENGTHS, "out", "lse", "dout", "dlse", "dq", "dk", "dv", "weights",
+        "dweights",
+    ),
+    "batch_is_one_dimension": True,
+    "broadcast": ("mask", "mask_tiles", "distance_bias"),
+    "unfoldable": ("cu_seqlens_q", "block_table"),
+    "dropout": ("dropout_p",),
+}  # fmt: skip
+_FORWARD_OPTIONS = _OPTIONS | {"contiguous": _CONTIGUOUS}
+_BACKWARD_OPTIONS = _OPTIONS | {
+    "contiguous": ("dout", "out", *_CONTIGUOUS),
+    "data": "q",
+    "is_derivative": True,
+}
+_GRADIENT_NAMES = ", ".join(f"Tensor {name}" for name in Gradients._fields)
+_GRADIENTS = {
+    "dq": "q",
+    "dk": "k",
+    "dv": "v",
+    "dmask": "mask",
+    "ddistance_bias": "distance_bias",
+    "dsinks": "sinks",
+}
 
+_NAMES: dict[str, Any] = {"public_name": "attention", "other_names": ("attention_varlen",)}
 attention = differentiable(
     Op(
         "attention_fwd",
@@ -99,38 +119,32 @@ attention = differentiable(
         _fwd_outputs,
         _PACKAGE,
         _BACKENDS,
-        public_name="attention",
-        contiguous=("q", "k", "v", *_LENGTHS, "distance_bias"),
-        batched=_BATCHED,
-        batch_is_one_dimension=True,
-        broadcast=_BROADCAST,
-        dropout=("dropout_p",),
         decomposition="decomposition",
+        **_NAMES,
+        **_FORWARD_OPTIONS,
     ),
     Op(
         "attention_bwd",
         BackwardCall,
-        "Tensor dq, Tensor dk, Tensor dv, Tensor dmask, Tensor ddistance_bias, Tensor dsinks",
+        _GRADIENT_NAMES,
         _bwd_outputs,
         _PACKAGE,
         _BACKENDS,
-        public_name="attention",
-        data="q",
-        contiguous=("dout", "q", "k", "v", "out", *_LENGTHS, "distance_bias"),
-        batched=_BATCHED,
-        batch_is_one_dimension=True,
-        broadcast=_BROADCAST,
-        dropout=("dropout_p",),
-        is_derivative=True,
+        **_NAMES,
+        **_BACKWARD_OPTIONS,
     ),
     reference.attention_bwd,
     jvp=tangents.attention_tangents,
-    gradients=_GRADIENTS | {"dmask": "mask"} | _SCORE_GRADIENTS,
+    gradients=_GRADIENTS,
     result_gradients={"out": "dout", "lse": "dlse"},
 )
 
-# Context, lse and weights after dropout, from one softmax.
+# Context, lse and weights after dropout, from one softmax. Padded calls alone.
 _WEIGHTS_BACKENDS = (Backend("cpu"), Backend("torch"), Backend("reference"))
+_WEIGHTS_NAMES: dict[str, Any] = {
+    "public_name": "attention_with_weights",
+    "requested_in_pairs": True,
+}
 attention_with_weights = differentiable(
     Op(
         "attention_with_weights_fwd",
@@ -139,92 +153,21 @@ attention_with_weights = differentiable(
         _weights_fwd_outputs,
         _PACKAGE,
         _WEIGHTS_BACKENDS,
-        public_name="attention_with_weights",
-        contiguous=("q", "k", "v", *_LENGTHS, "distance_bias"),
-        batched=_BATCHED,
-        batch_is_one_dimension=True,
-        broadcast=_BROADCAST,
-        dropout=("dropout_p",),
-        requested_in_pairs=True,
+        **_WEIGHTS_NAMES,
+        **_FORWARD_OPTIONS,
     ),
     Op(
         "attention_with_weights_bwd",
         WeightsBackwardCall,
-        "Tensor dq, Tensor dk, Tensor dv, Tensor dmask, Tensor ddistance_bias, Tensor dsinks",
+        _GRADIENT_NAMES,
         _bwd_outputs,
         _PACKAGE,
         _WEIGHTS_BACKENDS,
-        public_name="attention_with_weights",
-        data="q",
-        contiguous=("dout", "q", "k", "v", "out", *_LENGTHS, "distance_bias"),
-        batched=_BATCHED,
-        batch_is_one_dimension=True,
-        broadcast=_BROADCAST,
-        dropout=("dropout_p",),
-        requested_in_pairs=True,
-        is_derivative=True,
+        **_WEIGHTS_NAMES,
+        **_BACKWARD_OPTIONS,
     ),
     reference.attention_with_weights_bwd,
     forward_maths=reference.attention_with_weights_fwd,
-    gradients=_GRADIENTS | {"dmask": "mask"} | _SCORE_GRADIENTS,
+    gradients=_GRADIENTS,
     result_gradients={"out": "dout", "lse": "dlse", "weights": "dweights"},
-)
-
-# Without a derivative: pages of keys and values are caches.
-attention_paged = Op(
-    "attention_paged_fwd",
-    PagedForwardCall,
-    "Tensor out, Tensor lse",
-    _fwd_outputs,
-    _PACKAGE,
-    _BACKENDS,
-    public_name="attention",
-    contiguous=("q", "k", "v", "block_table", *_LENGTHS, "distance_bias"),
-    batched=("q", "block_table", *_LENGTHS, "out", "lse"),
-    batch_is_one_dimension=True,
-    broadcast=("mask", "distance_bias"),
-    decomposition="decomposition",
-)
-
-
-def _varlen_fwd_outputs(call: PackedForwardCall) -> tuple[Tensor, ...]:
-    q, (T, H, _) = call.q, call.q.shape
-    return q.new_empty(T, H, call.v.shape[2]), q.new_empty(H, T, dtype=_lse_dtype(q))
-
-
-def _varlen_bwd_outputs(call: PackedBackwardCall) -> tuple[Tensor, ...]:
-    given = (call.q, call.k, call.v, call.distance_bias, call.sinks)
-    inputs = zip(call.needs, given, strict=True)
-    return tuple(gradient_like(like, needed, call.q) for needed, like in inputs)
-
-
-_OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
-
-attention_varlen = differentiable(
-    Op(
-        "attention_varlen_fwd",
-        PackedForwardCall,
-        "Tensor out, Tensor lse",
-        _varlen_fwd_outputs,
-        _PACKAGE,
-        _BACKENDS,
-        public_name="attention_varlen",
-        contiguous=("q", "k", "v", *_OFFSETS, "distance_bias"),
-    ),
-    Op(
-        "attention_varlen_bwd",
-        PackedBackwardCall,
-        "Tensor dq, Tensor dk, Tensor dv, Tensor ddistance_bias, Tensor dsinks",
-        _varlen_bwd_outputs,
-        _PACKAGE,
-        _BACKENDS,
-        public_name="attention_varlen",
-        data="q",
-        contiguous=("dout", "q", "k", "v", "out", *_OFFSETS, "distance_bias"),
-        is_derivative=True,
-    ),
-    reference.attention_varlen_bwd,
-    jvp=tangents.attention_varlen_tangents,
-    gradients=_GRADIENTS | _SCORE_GRADIENTS,
-    result_gradients={"out": "dout", "lse": "dlse"},
 )

@@ -1,8 +1,8 @@
 """Attention in its textbook form, with all restrictions (Vaswani et al. 2017, equation 1).
 
-Half-precision data is computed in fp32 and rounded once. Functions take the arguments of the torch
-op of the same name and return its results, None for gradients that are not needed. They are
-differentiable, and used for double backward too.
+Half-precision data is computed in fp32 and rounded once. The functions with the name of a torch op
+take its arguments, the fields of a tuple of calls.py, and return its results, None for gradients
+that are not needed. They are differentiable, and used for double backward too.
 
 B batch, H query heads, K key/value heads, G = H / K heads in a group, M queries, N keys, D and E
 head dims. A row (query) or key is dead if no pair with it is allowed, else live.
@@ -16,8 +16,14 @@ import torch
 from torch import Tensor
 
 from fastattn.ops._dropout import attention_keep, keep_scale
-
-TOP_LEFT, BOTTOM_RIGHT, BOTTOM_RIGHT_LENGTHS = 1, 2, 3
+from fastattn.ops.attention.calls import (
+    BackwardCall,
+    CausalKind,
+    ForwardCall,
+    WeightsBackwardCall,
+    WeightsForwardCall,
+    weights_refusal,
+)
 
 
 def allowed_pairs(
@@ -68,11 +74,11 @@ def _diagonal_offset(
     """Key i + this number is on the diagonal of query i; [B, 1, 1, 1] if it depends on lengths."""
     n: int | Tensor = N
     m: int | Tensor = M
-    if causal == BOTTOM_RIGHT_LENGTHS and key_lengths is not None:
+    if causal == CausalKind.BOTTOM_RIGHT_LENGTHS and key_lengths is not None:
         n = key_lengths.clamp(0, N).reshape(-1, 1, 1, 1)
-    if causal == BOTTOM_RIGHT_LENGTHS and query_lengths is not None:
+    if causal == CausalKind.BOTTOM_RIGHT_LENGTHS and query_lengths is not None:
         m = query_lengths.clamp(0, M).reshape(-1, 1, 1, 1)
-    return n - m if causal >= BOTTOM_RIGHT else 0
+    return n - m if causal >= CausalKind.BOTTOM_RIGHT else 0
 
 
 def _entries_of_pairs(
@@ -89,7 +95,7 @@ def _entries_of_pairs(
     """
     if offset is None:
         offset = _diagonal_offset(M, N, key_lengths, query_lengths, causal)
-    first = (N if causal >= BOTTOM_RIGHT else M) - 1
+    first = (N if causal >= CausalKind.BOTTOM_RIGHT else M) - 1
     j = torch.arange(N, device=rows.device)
     entry = j - rows[:, None] - offset + first
     entry = entry.clamp(0, max(M + N - 2, 0))
@@ -151,31 +157,15 @@ class _Softmax:
     drop: Tensor | None  # [B, K, G, M, N]: 0 or the scale of kept weights
 
 
-def _softmax(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    key_lengths: Tensor | None,
-    query_lengths: Tensor | None,
-    distance_bias: Tensor | None,
-    sinks: Tensor | None,
-    softcap: float,
-    causal: int,
-    window_left: int,
-    window_right: int,
-    scale: float,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-    dropout_stream: int,
-) -> _Softmax:
+def _softmax(call: ForwardCall) -> _Softmax:
+    q, k, v, mask = call[:4]
+    key_lengths, query_lengths, causal = call.key_lengths, call.query_lengths, call.causal
     (B, H, M, _), (K, N) = q.shape, k.shape[1:3]
     G = H // K if K else 0
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     offset = _diagonal_offset(M, N, key_lengths, query_lengths, causal)
-    allowed = allowed_pairs(
-        q, k, mask, key_lengths, query_lengths, causal, window_left, window_right, offset=offset
-    )
+    windows = call.window_left, call.window_right
+    allowed = allowed_pairs(q, k, mask, key_lengths, query_lengths, causal, *windows, offset=offset)
     live_rows = allowed.any(-1)[..., None]
     heads = allowed.any(-2)  # [B or 1, H or 1, N]
     if heads.shape[1] == H and H != K:
@@ -187,27 +177,26 @@ def _softmax(
     k = torch.where(live_keys, k, 0).to(dtype)[:, :, None]
     v = torch.where(live_keys, v, 0).to(dtype)[:, :, None]
 
-    s = (q @ k.transpose(-1, -2)) * scale
+    s = (q @ k.transpose(-1, -2)) * call.scale
     slope = None
-    if softcap > 0.0:
-        ratio = torch.tanh(s / softcap)
-        s, slope = softcap * ratio, 1 - ratio * ratio
+    if call.softcap > 0.0:
+        ratio = torch.tanh(s / call.softcap)
+        s, slope = call.softcap * ratio, 1 - ratio * ratio
     pairs = allowed.expand(B, H, M, N).reshape(B, K, G, M, N)
     if mask is not None and mask.dtype != torch.bool:
         bias = torch.where(allowed, mask.to(dtype), 0)
         s = s + bias.expand(B, H, M, N).reshape(B, K, G, M, N)
-    if distance_bias is not None:
-        bias = bias_of_pairs(
-            distance_bias.to(dtype), M, N, key_lengths, query_lengths, causal, offset=offset
-        )
+    if call.distance_bias is not None:
+        bias = call.distance_bias.to(dtype)
+        bias = bias_of_pairs(bias, M, N, key_lengths, query_lengths, causal, offset=offset)
         s = s + torch.where(allowed, bias, 0).expand(B, H, M, N).reshape(B, K, G, M, N)
     s = torch.where(pairs, s, -torch.inf)
 
     # A row with no allowed key: weights 0, lse -inf or the sink.
     highest = s.detach().amax(-1, keepdim=True) if N else s.new_full((B, K, G, M, 1), -torch.inf)
     sink = s.new_full((1, 1, 1, 1, 1), -torch.inf)
-    if sinks is not None:
-        sink = sinks.to(dtype).view(1, K, G, 1, 1)
+    if call.sinks is not None:
+        sink = call.sinks.to(dtype).view(1, K, G, 1, 1)
         if query_lengths is not None:
             rows = torch.arange(M, device=q.device) < query_lengths[:, None]
             sink = torch.where(rows[:, None, None, :, None], sink, -torch.inf)
@@ -218,16 +207,16 @@ def _softmax(
     divisor = torch.where(total == 0, 1, total)
     p, p_sink = weights / divisor, (sink_weight / divisor).squeeze(-1)
     lse = torch.where(total == 0, -torch.inf, torch.log(divisor) + highest)
-    if sinks is not None:  # of a row with a key, rounded up to be above the sink
+    if call.sinks is not None:  # of a row with a key, rounded up to be above the sink
         above = _just_above(sink.detach())
         up = (above - lse).detach()
         lse = lse + torch.where(pairs.any(-1, keepdim=True) & (up > 0), up, 0)
 
     drop = None
-    if dropout_p > 0.0:
-        assert dropout_seed is not None
-        keep = attention_keep(dropout_seed, dropout_stream, dropout_p, B, H, M, N)
-        drop = (keep.to(dtype) * keep_scale(dropout_p)).reshape(B, K, G, M, N)
+    if call.dropout_p > 0.0:
+        assert call.dropout_seed is not None
+        keep = attention_keep(call.dropout_seed, call.dropout_stream, call.dropout_p, B, H, M, N)
+        drop = (keep.to(dtype) * keep_scale(call.dropout_p)).reshape(B, K, G, M, N)
     return _Softmax(q, k, v, live_rows, live_keys, p, p_sink, lse.squeeze(-1), slope, drop)
 
 
@@ -240,30 +229,16 @@ def _just_above(x: Tensor) -> Tensor:
     return torch.where(x.isneginf(), limits.min, x + step)
 
 
-def attention_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    mask_tiles: Tensor | None,
-    key_lengths: Tensor | None,
-    query_lengths: Tensor | None,
-    distance_bias: Tensor | None,
-    sinks: Tensor | None,
-    softcap: float,
-    causal: int,
-    window_left: int,
-    window_right: int,
-    scale: float,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-    dropout_stream: int,
-) -> tuple[Tensor, Tensor]:
-    t = _softmax(
-        q, k, v, mask, key_lengths, query_lengths, distance_bias, sinks, softcap, causal,
-        window_left, window_right, scale, dropout_p, dropout_seed, dropout_stream,
-    )  # fmt: skip
-    return _results(t, q)[:2]
+def attention_fwd(*args: Any) -> tuple[Tensor, Tensor]:
+    """args: the fields of `ForwardCall`."""
+    call = ForwardCall(*args)
+    if call.cu_seqlens_q is None:
+        return _results(_softmax(gathered(call)), call.q)[:2]
+    padded, queries, _ = pad(call)
+    out, lse = _results(_softmax(padded), call.q)[:2]
+    T = call.q.shape[0]
+    packed_lse = queries.pack(lse.transpose(1, 2), T, -torch.inf)  # [T, H]
+    return queries.pack(out.transpose(1, 2), T, 0.0), packed_lse.transpose(0, 1)
 
 
 def _results(t: _Softmax, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -273,57 +248,62 @@ def _results(t: _Softmax, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return out.to(q.dtype), t.lse.flatten(1, 2), p.flatten(1, 2)
 
 
-def attention_with_weights_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    mask_tiles: Tensor | None,
-    *others: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """others: those of `attention_fwd`, then whether the weights are averaged over the heads."""
-    *options, average = others
-    out, lse, weights = _results(_softmax(q, k, v, mask, *options), q)
-    return out, lse, (weights.sum(1) / max(q.shape[1], 1) if average else weights).to(q.dtype)
+def attention_with_weights_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """args: the fields of `WeightsForwardCall`."""
+    call = WeightsForwardCall(*args)
+    out, lse, weights = _results(_softmax(ForwardCall._make(call[:-1])), call.q)
+    weights = weights.sum(1) / max(call.q.shape[1], 1) if call.average else weights
+    return out, lse, weights.to(call.q.dtype)
 
 
-def attention_bwd(*call: Any) -> tuple[Tensor | None, ...]:
-    """call: the arguments of `attention_with_weights_bwd` without dweights and average."""
-    dout, dlse, *options, needs = call
-    return attention_with_weights_bwd(*(dout, dlse, None, *options, False, needs))
+def attention_with_weights_fwd_unsupported(call: Any) -> str | None:
+    return weights_refusal(call)
 
 
-def attention_with_weights_bwd(
+attention_with_weights_bwd_unsupported = attention_with_weights_fwd_unsupported
+
+
+def attention_bwd(*args: Any) -> tuple[Tensor | None, ...]:
+    """args: the fields of `BackwardCall`."""
+    call = BackwardCall(*args)
+    dout, dlse, forward, needs = call.dout, call.dlse, call.forward, call.needs
+    if call.cu_seqlens_q is not None:
+        forward, queries, keys = pad(forward)
+        dout = None if dout is None else queries.pad(dout).transpose(1, 2)
+        dlse = None if dlse is None else queries.pad(dlse.transpose(0, 1)).transpose(1, 2)
+        dq, dk, dv, *others = _gradients(dout, dlse, None, forward, False, needs)
+        packed = (
+            None if x is None else side.pack(x.transpose(1, 2), like.shape[0], 0.0)
+            for x, side, like in ((dq, queries, call.q), (dk, keys, call.k), (dv, keys, call.v))
+        )
+        return (*packed, *others)
+    if call.block_table is not None:
+        dq, dk, dv, *others = _gradients(dout, dlse, None, gathered(forward), False, needs)
+        dk, dv = (
+            None if x is None else _pages_of_keys(x, pages, call.block_table)
+            for x, pages in ((dk, call.k), (dv, call.v))
+        )
+        return (dq, dk, dv, *others)
+    return _gradients(dout, dlse, None, forward, False, needs)
+
+
+def attention_with_weights_bwd(*args: Any) -> tuple[Tensor | None, ...]:
+    """args: the fields of `WeightsBackwardCall`."""
+    dout, dlse, dweights, _, _, *forward, average, needs = WeightsBackwardCall(*args)
+    return _gradients(dout, dlse, dweights, ForwardCall(*forward), average, needs)
+
+
+def _gradients(
     dout: Tensor | None,
     dlse: Tensor | None,
     dweights: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    mask_tiles: Tensor | None,
-    key_lengths: Tensor | None,
-    query_lengths: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    distance_bias: Tensor | None,
-    sinks: Tensor | None,
-    softcap: float,
-    causal: int,
-    window_left: int,
-    window_right: int,
-    scale: float,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-    dropout_stream: int,
+    call: ForwardCall,
     average: bool,
     needs: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
-    """Recomputes the softmax; `out` and `lse` are for other backends."""
-    t = _softmax(
-        q, k, v, mask, key_lengths, query_lengths, distance_bias, sinks, softcap, causal,
-        window_left, window_right, scale, dropout_p, dropout_seed, dropout_stream,
-    )  # fmt: skip
+    """Computes the softmax of a padded call again."""
+    q, k, v, mask = call[:4]
+    t = _softmax(call)
     B, H, M, _ = q.shape
     grouped = t.q.shape[:4]  # B, K, G, M
     dv = torch.zeros_like(t.v)
@@ -350,17 +330,17 @@ def attention_with_weights_bwd(
         )
         ds = ds + t.p * dlse[..., None]
         dsink = dsink + t.p_sink * dlse
-    dproduct = (ds if t.slope is None else ds * t.slope) * scale
+    dproduct = (ds if t.slope is None else ds * t.slope) * call.scale
     dq = (dproduct @ t.k).reshape(q.shape)
     dk = (dproduct.transpose(-1, -2) @ t.q).sum(2)
     ds = ds.reshape(B, H, M, k.shape[2])
     dmask = ddistance_bias = dsinks = None
     if needs[3] and mask is not None:
         dmask = ds.sum_to_size(mask.shape).to(mask.dtype)
-    if needs[4] and distance_bias is not None:
-        ddistance_bias = _sum_by_distance(ds, distance_bias, key_lengths, query_lengths, causal)
-        ddistance_bias = ddistance_bias.to(distance_bias.dtype)
-    if needs[5] and sinks is not None:
+    if needs[4] and (bias := call.distance_bias) is not None:
+        lengths = call.key_lengths, call.query_lengths
+        ddistance_bias = _sum_by_distance(ds, bias, *lengths, call.causal).to(bias.dtype)
+    if needs[5] and (sinks := call.sinks) is not None:
         dsinks = dsink.sum((0, 3)).reshape(sinks.shape).to(sinks.dtype)
     return (
         dq.to(q.dtype) if needs[0] else None,
@@ -372,54 +352,33 @@ def attention_with_weights_bwd(
     )
 
 
-def attention_weights(
-    q: Tensor,
-    k: Tensor,
-    mask: Tensor | None,
-    key_lengths: Tensor | None,
-    query_lengths: Tensor | None,
-    distance_bias: Tensor | None,
-    sinks: Tensor | None,
-    softcap: float,
-    causal: int,
-    window_left: int,
-    window_right: int,
-    scale: float,
-    rows: Tensor,
-    heads: Tensor,
-) -> Tensor:
-    """The softmax of the selected rows and heads, [B, heads, rows, N]. It is not an op, so autocast
-    must be turned off for its operators.
+def attention_weights(call: ForwardCall, rows: Tensor, heads: Tensor) -> Tensor:
+    """The softmax of the selected rows and heads of a padded call, [B, heads, rows, N]. It is not
+    an op, so autocast must be turned off for its operators.
     """
+    q, k, mask, bias, sinks = call.q, call.k, call.mask, call.distance_bias, call.sinks
     if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
         with torch.autocast(q.device.type, enabled=False):
-            return attention_weights(
-                q, k, mask, key_lengths, query_lengths, distance_bias, sinks, softcap, causal,
-                window_left, window_right, scale, rows, heads,
-            )  # fmt: skip
+            return attention_weights(call, rows, heads)
     if mask is not None:
         mask = mask if mask.shape[1] == 1 else mask[:, heads]
         mask = mask if mask.shape[2] == 1 else mask[:, :, rows]
-    allowed = allowed_pairs(
-        q, k, mask, key_lengths, query_lengths, causal, window_left, window_right, rows
-    )
-    bias = None if mask is None or mask.dtype == torch.bool else mask
-    if distance_bias is not None:
-        M, N = q.shape[2], k.shape[2]
-        pairs = bias_of_pairs(
-            distance_bias[:, heads], M, N, key_lengths, query_lengths, causal, rows
-        )
-        bias = pairs if bias is None else pairs + bias
+    restrictions = call.key_lengths, call.query_lengths, call.causal
+    windows = call.window_left, call.window_right
+    allowed = allowed_pairs(q, k, mask, *restrictions, *windows, rows)
+    added = None if mask is None or mask.dtype == torch.bool else mask
     if bias is not None:
-        allowed = torch.where(allowed, bias, -torch.inf)
+        pairs = bias_of_pairs(bias[:, heads], q.shape[2], k.shape[2], *restrictions, rows)
+        added = pairs if added is None else pairs + added
+    if added is not None:
+        allowed = torch.where(allowed, added, -torch.inf)
     group = q.shape[1] // k.shape[1] if k.shape[1] else 1
     k = k[:, heads // group]
     sinks = None if sinks is None else sinks[heads]
-    selected = _softmax(
-        q[:, heads][:, :, rows], k, k, allowed, None, None, None, sinks, softcap,
-        0, -1, -1, scale, 0.0, None, 0,
-    )  # fmt: skip
-    return selected.p.flatten(1, 2)
+    selected = ForwardCall(
+        q[:, heads][:, :, rows], k, k, allowed, sinks=sinks, softcap=call.softcap, scale=call.scale
+    )
+    return _softmax(selected).p.flatten(1, 2)
 
 
 # -- pages ----------------------------------------------------------------------------------------
@@ -434,27 +393,23 @@ def keys_of_pages(pages: Tensor, block_table: Tensor) -> Tensor:
     return found.transpose(1, 2).flatten(2, 3)
 
 
-def attention_paged_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_table: Tensor,
-    mask: Tensor | None,
-    key_lengths: Tensor | None,
-    query_lengths: Tensor | None,
-    distance_bias: Tensor | None,
-    sinks: Tensor | None,
-    softcap: float,
-    causal: int,
-    window_left: int,
-    window_right: int,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    return attention_fwd(
-        q, keys_of_pages(k, block_table), keys_of_pages(v, block_table), mask, None, key_lengths,
-        query_lengths, distance_bias, sinks, softcap, causal, window_left, window_right, scale, 0.0,
-        None, 0,
-    )  # fmt: skip
+def gathered(call: ForwardCall) -> ForwardCall:
+    """The call with the keys and values of its pages."""
+    table = call.block_table
+    if table is None:
+        return call
+    k, v = (keys_of_pages(x, table) for x in (call.k, call.v))
+    return call._replace(k=k, v=v, block_table=None)
+
+
+def _pages_of_keys(x: Tensor, pages: Tensor, block_table: Tensor) -> Tensor:
+    """The sums for each page of a gradient [B, K, T * page, D]."""
+    (P, _, page, _), T = pages.shape, block_table.shape[1]
+    if P == 0:
+        return torch.zeros_like(pages)
+    by_page = x.unflatten(2, (T, page)).transpose(1, 2)  # [B, T, K, page, D]
+    table = block_table.clamp(0, P - 1).long()
+    return torch.zeros_like(pages).index_put((table,), by_page, accumulate=True)
 
 
 # -- packed sequences -----------------------------------------------------------------------------
@@ -484,82 +439,21 @@ def padded(cu_seqlens: Tensor, max_seqlen: int, T: int) -> Padded:
     return Padded(torch.where(real, start[:, None] + offsets, T), real, lengths)
 
 
-def _own_diagonals(causal: int) -> int:
-    """The same alignment in a padded batch with lengths."""
-    return BOTTOM_RIGHT_LENGTHS if causal == BOTTOM_RIGHT else causal
-
-
-def attention_varlen_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    distance_bias: Tensor | None,
-    sinks: Tensor | None,
-    softcap: float,
-    causal: int,
-    window_left: int,
-    window_right: int,
-    scale: float,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-    dropout_stream: int,
-) -> tuple[Tensor, Tensor]:
-    """Pads, calls `attention_fwd`, packs. q [T, H, D], k [S, K, D], v [S, K, E]."""
-    T = q.shape[0]
-    queries = padded(cu_seqlens_q, max_seqlen_q, T)
-    keys = padded(cu_seqlens_k, max_seqlen_k, k.shape[0])
-    out, lse = attention_fwd(
-        queries.pad(q).transpose(1, 2), keys.pad(k).transpose(1, 2), keys.pad(v).transpose(1, 2),
-        None, None, keys.lengths, queries.lengths, distance_bias, sinks, softcap,
-        _own_diagonals(causal), window_left, window_right,
-        scale, dropout_p, dropout_seed, dropout_stream,
-    )  # fmt: skip
-    packed_lse = queries.pack(lse.transpose(1, 2), T, -torch.inf)  # [T, H]
-    return queries.pack(out.transpose(1, 2), T, 0.0), packed_lse.transpose(0, 1)
-
-
-def attention_varlen_bwd(
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    distance_bias: Tensor | None,
-    sinks: Tensor | None,
-    softcap: float,
-    causal: int,
-    window_left: int,
-    window_right: int,
-    scale: float,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-    dropout_stream: int,
-    needs: Sequence[bool],
-) -> tuple[Tensor | None, ...]:
-    T, S = q.shape[0], k.shape[0]
-    queries, keys = padded(cu_seqlens_q, max_seqlen_q, T), padded(cu_seqlens_k, max_seqlen_k, S)
-    dq, dk, dv, _, ddistance_bias, dsinks = attention_bwd(
-        None if dout is None else queries.pad(dout).transpose(1, 2),
-        None if dlse is None else queries.pad(dlse.transpose(0, 1)).transpose(1, 2),
-        queries.pad(q).transpose(1, 2), keys.pad(k).transpose(1, 2), keys.pad(v).transpose(1, 2),
-        None, None, keys.lengths, queries.lengths, out, lse, distance_bias, sinks, softcap,
-        _own_diagonals(causal), window_left, window_right,
-        scale, dropout_p, dropout_seed, dropout_stream, [*needs[:3], False, *needs[3:]],
-    )  # fmt: skip
+def pad(call: ForwardCall) -> tuple[ForwardCall, Padded, Padded]:
+    """A packed call as a padded one, and how its queries and keys correspond."""
+    assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
+    queries = padded(call.cu_seqlens_q, call.max_seqlen_q, call.q.shape[0])
+    keys = padded(call.cu_seqlens_k, call.max_seqlen_k, call.k.shape[0])
+    causal = call.causal
+    if causal == CausalKind.BOTTOM_RIGHT:
+        causal = CausalKind.BOTTOM_RIGHT_LENGTHS
+    sides = ((queries, call.q), (keys, call.k), (keys, call.v))
+    q, k, v = (side.pad(x).transpose(1, 2) for side, x in sides)
     return (
-        None if dq is None else queries.pack(dq.transpose(1, 2), T, 0.0),
-        None if dk is None else keys.pack(dk.transpose(1, 2), S, 0.0),
-        None if dv is None else keys.pack(dv.transpose(1, 2), S, 0.0),
-        ddistance_bias,
-        dsinks,
-    )
+        call._replace(
+            q=q, k=k, v=v, key_lengths=keys.lengths, query_lengths=queries.lengths,
+            cu_seqlens_q=None, cu_seqlens_k=None, causal=causal,
+        ),
+        queries,
+        keys,
+    )  # fmt: skip

@@ -9,21 +9,14 @@ dense mask becomes bits and classes of tiles; where tiles are few, as in decodin
 split and another kernel combines the results.
 """
 
-from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fastattn.ops import _env, _native
-from fastattn.ops.attention.calls import (
-    BackwardCall,
-    ForwardCall,
-    PackedBackwardCall,
-    PackedForwardCall,
-    PagedForwardCall,
-)
+from fastattn.ops.attention.calls import AnyCall, BackwardCall, ForwardCall, paged_refusal
 from fastattn.ops.attention.sm90_bias import (
     ALIGNMENT,
     MASK_DTYPES,
@@ -33,14 +26,14 @@ from fastattn.ops.attention.sm90_bias import (
     rows_of_constant,
 )
 
-_AnyCall: TypeAlias = (
-    ForwardCall | BackwardCall | PackedForwardCall | PackedBackwardCall | PagedForwardCall
-)
 _library = torch.ops.fastattn_sm90
 _DTYPES = (torch.bfloat16, torch.float16)
 _MAX_HEAD_DIM = 256
 _MAX_ROWS = 2**28  # the kernels add up positions in 32 bits
 _PAGE_SIZES = (16, 32, 64, 128, 256)
+# Entries of distance_bias before the first and after the last one that the kernels read:
+# kDistancePadding in csrc/attention/attention.h.
+_DISTANCE_PADDING = 192
 
 
 def unavailable() -> str | None:
@@ -63,11 +56,10 @@ def _unreadable(name: str, x: Tensor) -> str | None:
     return None
 
 
-def _unsupported(call: _AnyCall, queries: int, keys: int) -> str | None:
-    """Why neither the padded nor the packed form supports the call."""
+def _unsupported(call: AnyCall) -> str | None:
     if why := unavailable():
         return why
-    q, k, v = _operands(call)
+    q, k, v, mask, rows = call.q, call.k, call.v, call.mask, 2 if call.cu_seqlens_q is None else 0
     if q.dtype not in _DTYPES:
         return f"has kernels for bf16 and fp16, got {q.dtype}"
     for dim in (q.shape[-1], v.shape[-1]):
@@ -75,39 +67,31 @@ def _unsupported(call: _AnyCall, queries: int, keys: int) -> str | None:
             return (
                 f"is built for head dims that are multiples of 8 up to {_MAX_HEAD_DIM}, got {dim}"
             )
+    queries, keys = q.shape[rows], k.shape[rows]
+    if call.block_table is not None:
+        if keys not in _PAGE_SIZES:
+            return f"takes pages of {', '.join(map(str, _PAGE_SIZES))} keys, got {keys}"
+        if mask is not None:
+            return "has no mask with block_table"
+        keys *= call.block_table.shape[1]
     if max(queries, keys) > _MAX_ROWS:
         return f"takes at most {_MAX_ROWS} queries and keys, got {queries} and {keys}"
     for name, x in (("query", q), ("key", k), ("value", v)):
         if x.numel() and (why := _unreadable(name, x)):
             return why
-    return None
-
-
-def _padded_unsupported(call: ForwardCall | BackwardCall) -> str | None:
-    if why := _unsupported(call, call.q.shape[2], call.k.shape[2]):
-        return why
-    if why := _lengths_unsupported(call):
-        return why
-    mask = call.mask
-    if mask is None:
-        return None
-    if mask.dtype not in MASK_DTYPES:
+    if call.key_lengths is not None and call.key_lengths.dim() != 1:
+        return f"takes key_lengths per sequence, [B], got {list(call.key_lengths.shape)}"
+    if mask is not None and mask.dtype not in MASK_DTYPES:
         return f"takes a mask in bool, bf16, fp16 or fp32, got {mask.dtype}"
     return None
 
 
-def _lengths_unsupported(call: ForwardCall | BackwardCall | PagedForwardCall) -> str | None:
-    if call.key_lengths is not None and call.key_lengths.dim() != 1:
-        return f"takes key_lengths per sequence, [B], got {list(call.key_lengths.shape)}"
-    return None
-
-
 def attention_fwd_unsupported(call: ForwardCall) -> str | None:
-    return _padded_unsupported(call)
+    return _unsupported(call)
 
 
 def attention_bwd_unsupported(call: BackwardCall) -> str | None:
-    return _padded_unsupported(call)
+    return paged_refusal(call) or _unsupported(call)
 
 
 def attention_bwd_uses_lse(call: BackwardCall) -> bool:
@@ -115,63 +99,13 @@ def attention_bwd_uses_lse(call: BackwardCall) -> bool:
     return not call.needs[3]
 
 
-def attention_paged_fwd_unsupported(call: PagedForwardCall) -> str | None:
-    page = call.k.shape[2]
-    if page not in _PAGE_SIZES:
-        return f"takes pages of {', '.join(map(str, _PAGE_SIZES))} keys, got {page}"
-    if call.mask is not None:
-        return "has no mask with block_table"
-    keys = call.block_table.shape[1] * page
-    return _unsupported(call, call.q.shape[2], keys) or _lengths_unsupported(call)
-
-
-def attention_varlen_fwd_unsupported(call: PackedForwardCall) -> str | None:
-    return _unsupported(call, call.q.shape[0], call.k.shape[0])
-
-
-def attention_varlen_bwd_unsupported(call: PackedBackwardCall) -> str | None:
-    return _unsupported(call, call.q.shape[0], call.k.shape[0])
-
-
-# -- what the library is called with --------------------------------------------------------------
-# A call's arguments, the same for both directions, in the order of its schema.
-_FIELDS = ForwardCall._fields
-_LENGTHS = _FIELDS[_FIELDS.index("mask_tiles") + 1 : _FIELDS.index("distance_bias")]
-_operands = attrgetter("q", "k", "v")
-_lengths = attrgetter(*_LENGTHS)
-_packing = attrgetter("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-_options = attrgetter(*_FIELDS[_FIELDS.index("sinks") :])
-_paged_options = attrgetter(*_FIELDS[_FIELDS.index("sinks") : _FIELDS.index("dropout_p")])
-# Entries of distance_bias before the first and after the last one that the kernels read:
-# kDistancePadding in csrc/attention/attention.h.
-_DISTANCE_PADDING = 192
-
-
-def _padded(
-    call: ForwardCall | BackwardCall, mask: Tensor | None, mask_tiles: Tensor | None
-) -> tuple[Any, ...]:
-    none = (None, None, 0, 0)
-    return (*_operands(call), mask, mask_tiles, *_lengths(call), *none, *_changes(call))
-
-
-def _packed(call: PackedForwardCall | PackedBackwardCall) -> tuple[Any, ...]:
-    none = (None, None, *(None for _ in _LENGTHS))
-    return (*_operands(call), *none, *_packing(call), *_changes(call))
-
-
-def _paged(call: PagedForwardCall) -> tuple[Any, ...]:
-    none, no_dropout = (None, None, 0, 0), (0.0, None, 0)
-    arguments = (*_operands(call), None, None, *_lengths(call), *none)
-    return (*arguments, *_changes(call), *no_dropout, call.block_table)
-
-
-def _changes(call: _AnyCall) -> tuple[Any, ...]:
-    """distance_bias and what follows it."""
+# -- calls of the library -------------------------------------------------------------------------
+def _padded_distances(call: ForwardCall) -> ForwardCall:
     bias = call.distance_bias
-    if bias is not None:
-        bias = F.pad(bias, (_DISTANCE_PADDING, _DISTANCE_PADDING)).contiguous()
-    options = _paged_options if isinstance(call, PagedForwardCall) else _options
-    return (bias, *options(call))
+    if bias is None:
+        return call
+    padding = (_DISTANCE_PADDING, _DISTANCE_PADDING)
+    return call._replace(distance_bias=F.pad(bias, padding).contiguous())
 
 
 def _run(op: Any, q: Tensor, *arguments: Any) -> None:
@@ -181,29 +115,20 @@ def _run(op: Any, q: Tensor, *arguments: Any) -> None:
 
 # -- forward --------------------------------------------------------------------------------------
 def attention_fwd(call: ForwardCall, out: Tensor, lse: Tensor) -> None:
-    keys, mask, mask_tiles, values = call.k.shape[2], call.mask, call.mask_tiles, None
-    if keys == 0 or call.k.shape[1] == 0:
-        return _no_key_at_all(call.sinks, call.query_lengths, out, lse)
+    keys, mask, table, values = call.k.shape[-2], call.mask, call.block_table, None
+    if 0 in call.k.shape[:-1] or (table is not None and table.shape[1] == 0):
+        offsets = call.cu_seqlens_q
+        rows = call.query_lengths if offsets is None else offsets[-1:]
+        return _no_key_at_all(call.sinks, rows, out, lse)
     if mask is not None and is_constant(mask, keys):
         if call.sinks is None:
-            (mask, values), mask_tiles = rows_of_constant(mask), None
+            mask, values = rows_of_constant(mask)
         else:  # it competes with the sinks
-            mask, mask_tiles = mask.expand(*mask.shape[:3], keys), None
-    _run(_library.attention_fwd.default, *_padded(call, mask, mask_tiles), out, lse)
+            mask = mask.expand(*mask.shape[:3], keys)
+        call = call._replace(mask=mask, mask_tiles=None)
+    _run(_library.attention_fwd.default, *_padded_distances(call), out, lse)
     if values is not None:
         lse.add_(torch.where(lse.isneginf(), 0.0, values))
-
-
-def attention_varlen_fwd(call: PackedForwardCall, out: Tensor, lse: Tensor) -> None:
-    if call.k.shape[0] == 0 or call.k.shape[1] == 0:
-        return _no_key_at_all(call.sinks, call.cu_seqlens_q[-1:], out, lse)
-    _run(_library.attention_fwd.default, *_packed(call), out, lse)
-
-
-def attention_paged_fwd(call: PagedForwardCall, out: Tensor, lse: Tensor) -> None:
-    if 0 in (*call.k.shape[:2], call.block_table.shape[1]):
-        return _no_key_at_all(call.sinks, call.query_lengths, out, lse)
-    _run(_library.attention_paged_fwd.default, *_paged(call), out, lse)
 
 
 def _no_key_at_all(
@@ -233,44 +158,25 @@ def attention_bwd(
     ddistance_bias: Tensor,
     dsinks: Tensor,
 ) -> None:
-    q, keys, mask, mask_tiles, lse = call.q, call.k.shape[2], call.mask, call.mask_tiles, call.lse
-    if 0 in (q.shape[0], q.shape[1], q.shape[2], keys):
+    mask, lse, forward = call.mask, call.lse, call.forward
+    if 0 in (*call.q.shape[:-1], *call.k.shape[:-1]):
         return _no_pair_at_all(call, dsinks, dq, dk, dv, dmask, ddistance_bias)
-    if mask is not None and is_constant(mask, keys) and call.sinks is None:
+    if mask is not None and is_constant(mask, call.k.shape[-2]) and call.sinks is None:
         gradient_of_constant(dmask, call.dlse, lse)
-        (mask, values), mask_tiles, dmask = rows_of_constant(mask), None, dmask.new_empty(0)
+        (mask, values), dmask = rows_of_constant(mask), dmask.new_empty(0)
+        forward = forward._replace(mask_tiles=None)
         lse = torch.where(lse.isneginf(), lse, lse - values)
-    mask = None if mask is None else as_readable(mask)
-    arguments = (*_padded(call, mask, mask_tiles), *_results(call, lse), dq, dk, dv, dmask)
-    _run_backward(*arguments, ddistance_bias, dsinks)
-
-
-def attention_varlen_bwd(
-    call: PackedBackwardCall,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    ddistance_bias: Tensor,
-    dsinks: Tensor,
-) -> None:
-    if 0 in (call.q.shape[0], call.q.shape[1], call.k.shape[0]):
-        return _no_pair_at_all(call, dsinks, dq, dk, dv, ddistance_bias)
-    arguments = (*_packed(call), *_results(call, call.lse), dq, dk, dv, None)
-    _run_backward(*arguments, ddistance_bias, dsinks)
-
-
-def _run_backward(*arguments: Any) -> None:
-    """The kernels write a contiguous ddistance_bias. It has the strides of distance_bias, which
-    follow those of alibi_slopes.
-    """
-    *others, ddistance_bias, dsinks = arguments
+    forward = _padded_distances(forward)._replace(mask=None if mask is None else as_readable(mask))
+    # The kernels write a contiguous ddistance_bias. It has the strides of distance_bias, which
+    # follow those of alibi_slopes.
     contiguous = ddistance_bias.contiguous()
-    _run(_library.attention_bwd.default, *others, contiguous, dsinks)
+    results = (*_results(call, lse), dq, dk, dv, dmask, contiguous, dsinks)
+    _run(_library.attention_bwd.default, *forward, *results)
     if contiguous is not ddistance_bias:
         ddistance_bias.copy_(contiguous)
 
 
-def _results(call: BackwardCall | PackedBackwardCall, lse: Tensor) -> tuple[Any, ...]:
+def _results(call: BackwardCall, lse: Tensor) -> tuple[Any, ...]:
     """The forward's results, their gradients, and whether thread blocks add to dq in the order of
     their keys, which gives the same bits in every run. Otherwise they wait for the first one only.
 
@@ -284,9 +190,7 @@ def _results(call: BackwardCall | PackedBackwardCall, lse: Tensor) -> tuple[Any,
     return _as_readable("out", out), lse.contiguous(), dout, dlse, in_order
 
 
-def _no_pair_at_all(
-    call: BackwardCall | PackedBackwardCall, dsinks: Tensor, *gradients: Tensor
-) -> None:
+def _no_pair_at_all(call: BackwardCall, dsinks: Tensor, *gradients: Tensor) -> None:
     for gradient in (dsinks, *gradients):
         gradient.zero_()
     if dsinks.numel() and call.dlse is not None:  # lse is the sink

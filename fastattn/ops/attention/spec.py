@@ -10,6 +10,7 @@ from torch import Tensor
 from fastattn import functional
 from fastattn._scores import buckets_of
 from fastattn.ops.attention import reference
+from fastattn.ops.attention.calls import ForwardCall
 from fastattn.ops.attention.spec_drawn import drawn
 from fastattn.ops.attention.spec_inputs import (
     RELATIVE,
@@ -486,7 +487,9 @@ def magnitudes(
     q, k, v, scale = inputs["q"], inputs["k"], inputs["v"], scale_of(inputs)
     scores = scores_of(inputs)
     masks, bounds = restrictions(inputs)[:3], restrictions(inputs)[3:]
-    t = reference._softmax(q, k, v, *masks, *scores, *bounds, scale, *dropout_of(inputs))
+    changes = (*scores, *bounds, scale, *dropout_of(inputs))
+    call = [q, k, v, masks[0], None, *masks[1:], None, None, 0, 0, *changes, None]
+    t = reference._softmax(ForwardCall._make(call))
     scale = abs(scale)
     B, H, M, _ = q.shape
     N = k.shape[2]

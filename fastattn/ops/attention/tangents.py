@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from fastattn.ops._dropout import attention_dropped, keep_scale
-from fastattn.ops.attention.calls import ForwardCall, PackedForwardCall
+from fastattn.ops.attention.calls import CausalKind, ForwardCall
 from fastattn.ops.attention.reference import (
-    BOTTOM_RIGHT,
-    BOTTOM_RIGHT_LENGTHS,
     allowed_pairs,
     bias_of_pairs,
-    padded,
+    gathered,
+    keys_of_pages,
+    pad,
 )
 
 _ROWS = 128  # queries of a block; dropout needs a multiple of 16
@@ -46,10 +46,10 @@ class _Block:
 
 def _blocks(call: ForwardCall) -> Iterator[_Block]:
     M, N = call.q.shape[2], call.k.shape[2]
-    by_lengths = call.causal == BOTTOM_RIGHT_LENGTHS and not (
+    by_lengths = call.causal == CausalKind.BOTTOM_RIGHT_LENGTHS and not (
         call.key_lengths is None and call.query_lengths is None
     )
-    shift = N - M if call.causal >= BOTTOM_RIGHT else 0
+    shift = N - M if call.causal >= CausalKind.BOTTOM_RIGHT else 0
     left, right = call.window_left, 0 if call.causal else call.window_right
     for first in range(0, M, _ROWS):
         end, first_key, end_key = min(first + _ROWS, M), 0, N
@@ -62,15 +62,13 @@ def _blocks(call: ForwardCall) -> Iterator[_Block]:
 
 def _allowed(call: ForwardCall, block: _Block) -> Tensor | None:
     """[B or 1, H or 1, rows, keys of the block]; None if all pairs are allowed."""
-    q, k, _, mask, _, key_lengths, query_lengths, *_ = call
-    causal, left, right = call.causal, call.window_left, call.window_right
-    if mask is None and key_lengths is None and query_lengths is None:
-        if not causal and left < 0 and right < 0:
-            return None
-    pairs = allowed_pairs(
-        q, k, _rows(mask, block), key_lengths, query_lengths, causal, left, right,
-        torch.arange(block.first, block.end, device=q.device),
-    )  # fmt: skip
+    lengths, causal = (call.key_lengths, call.query_lengths), call.causal
+    windows = call.window_left, call.window_right
+    if call.mask is lengths[0] is lengths[1] is None and not causal and max(windows) < 0:
+        return None
+    rows = torch.arange(block.first, block.end, device=call.q.device)
+    mask = _rows(call.mask, block)
+    pairs = allowed_pairs(call.q, call.k, mask, *lengths, causal, *windows, rows)
     return pairs[..., block.first_key : block.end_key]
 
 
@@ -140,9 +138,19 @@ class _Operands:
 def attention_tangents(
     args: Sequence[Any], tangents: _Tangents, results: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    call = ForwardCall._make(args[: len(ForwardCall._fields)])
-    given = ForwardCall._make(tangents[: len(ForwardCall._fields)])
-    out, lse = results
+    fields = len(ForwardCall._fields)
+    call, given = ForwardCall._make(args[:fields]), ForwardCall._make(tangents[:fields])
+    if call.cu_seqlens_q is not None:
+        return _of_packed(call, given, *results)
+    if (table := call.block_table) is not None:
+        k, v = (None if x is None else keys_of_pages(x, table) for x in (given.k, given.v))
+        call, given = gathered(call), given._replace(k=k, v=v)  # type: ignore[arg-type]
+    return _of_padded(call, given, *results)
+
+
+def _of_padded(
+    call: ForwardCall, given: ForwardCall, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor]:
     (B, H, M, _), N = call.q.shape, call.k.shape[2]
     of_dead = torch.zeros_like(lse)
     if given.sinks is not None:  # the lse of a row without a key is the sink, if not -inf
@@ -294,37 +302,19 @@ def _of_heads(
     return out_tangent.view(*shape[:4], -1), lse_tangent.view(*shape[:4], 1)
 
 
-def attention_varlen_tangents(
-    args: Sequence[Any], tangents: _Tangents, results: Sequence[Tensor]
+def _of_packed(
+    call: ForwardCall, given: ForwardCall, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Pads, calls `attention_tangents`, packs."""
-    call = PackedForwardCall._make(args[: len(PackedForwardCall._fields)])
     T = call.q.shape[0]
-    queries = padded(call.cu_seqlens_q, call.max_seqlen_q, T)
-    keys = padded(call.cu_seqlens_k, call.max_seqlen_k, call.k.shape[0])
-
-    def pad(q: Tensor | None, k: Tensor | None, v: Tensor | None) -> list[Tensor | None]:
-        sides = ((queries, q), (keys, k), (keys, v))
-        return [None if x is None else side.pad(x).transpose(1, 2) for side, x in sides]
-
-    causal = BOTTOM_RIGHT_LENGTHS if call.causal == BOTTOM_RIGHT else call.causal
-    dense = (
-        *pad(call.q, call.k, call.v), None, None, keys.lengths, queries.lengths,
-        call.distance_bias, call.sinks, call.softcap, causal,
-        *call[PackedForwardCall._fields.index("causal") + 1 :],
-    )  # fmt: skip
-    given = PackedForwardCall._make(tangents[: len(PackedForwardCall._fields)])
-    scores = (given.distance_bias, given.sinks)
-    changes = [*pad(*tangents[:3]), None, None, None, None, *scores, *(None for _ in dense[9:])]
-    out, lse = results
+    padded, queries, keys = pad(call)
+    sides = ((queries, given.q), (keys, given.k), (keys, given.v))
+    q, k, v = (None if x is None else side.pad(x).transpose(1, 2) for side, x in sides)
     padded_lse = queries.pad(lse.transpose(0, 1)).transpose(1, 2)  # [B, H, S]
-    out_tangent, lse_tangent = attention_tangents(
-        dense,
-        changes,
-        (
-            queries.pad(out).transpose(1, 2),
-            torch.where(queries.real[:, None], padded_lse, -torch.inf),
-        ),
+    out_tangent, lse_tangent = _of_padded(
+        padded,
+        given._replace(q=q, k=k, v=v),  # type: ignore[arg-type]
+        queries.pad(out).transpose(1, 2),
+        torch.where(queries.real[:, None], padded_lse, -torch.inf),
     )
     return (
         queries.pack(out_tangent.transpose(1, 2), T, 0.0),

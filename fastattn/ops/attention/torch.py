@@ -18,6 +18,7 @@ Functions return their results, None for gradients that are not needed.
 """
 
 import math
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -27,11 +28,12 @@ from torch import Tensor
 
 from fastattn.ops._dropout import attention_dropped, keep_scale
 from fastattn.ops.attention.calls import (
+    AnyCall,
     BackwardCall,
+    CausalKind,
     ForwardCall,
-    PackedBackwardCall,
-    PackedForwardCall,
-    PagedForwardCall,
+    paged_refusal,
+    weights_refusal,
 )
 from fastattn.ops.attention.torch_kernels import (
     is_fused,
@@ -45,7 +47,6 @@ from fastattn.ops.attention.torch_kernels import (
     sequence_of,
 )
 from fastattn.ops.attention.torch_problem import (
-    TOP_LEFT,
     Problem,
     prepare,
     sum_by_distance,
@@ -64,7 +65,7 @@ _Gradients = tuple[Tensor | None, ...]
 _HUGE = 1e6
 
 
-def _is_empty(call: ForwardCall | BackwardCall) -> bool:
+def _is_empty(call: AnyCall) -> bool:
     return 0 in (*call.q.shape[:3], call.k.shape[2])
 
 
@@ -87,16 +88,27 @@ def _largest_products(q: Tensor, k: Tensor) -> float:
 
 
 # -- attention_fwd ---------------------------------------------------------------------------------
-def _refusal(call: Any) -> str | None:
+def _refusal(call: AnyCall) -> str | None:
     dtype = call.q.dtype
-    return None if dtype in _DTYPES else f"takes fp32, bf16, fp16 and fp64, got {dtype}"
+    if dtype not in _DTYPES:
+        return f"takes fp32, bf16, fp16 and fp64, got {dtype}"
+    return packed_refusal(call) if call.cu_seqlens_q is not None and call.q.is_cuda else None
 
 
 def attention_fwd_unsupported(call: ForwardCall) -> str | None:
     return _refusal(call)
 
 
-def attention_fwd(call: ForwardCall, first: int = 0) -> tuple[Tensor, Tensor]:
+def attention_fwd(call: ForwardCall) -> tuple[Tensor, Tensor]:
+    if call.cu_seqlens_q is not None:
+        return _packed_fwd(call)
+    if (table := call.block_table) is not None:
+        k, v = (_gathered(x, table) for x in (call.k, call.v))
+        call = call._replace(k=k, v=v, block_table=None)
+    return _padded_fwd(call, 0)
+
+
+def _padded_fwd(call: ForwardCall, first: int) -> tuple[Tensor, Tensor]:
     """first: the index of the first batch element, for the dropout bits."""
     q, E = call.q, call.v.shape[3]
     if _is_empty(call):
@@ -119,16 +131,6 @@ def attention_fwd(call: ForwardCall, first: int = 0) -> tuple[Tensor, Tensor]:
         out = out.masked_fill_(~t.live_rows, 0.0)
         lse = torch.where(t.live_rows[..., 0], lse, _dead_lse(call))
     return out, lse
-
-
-def attention_paged_fwd_unsupported(call: PagedForwardCall) -> str | None:
-    return _refusal(call)
-
-
-def attention_paged_fwd(call: PagedForwardCall) -> tuple[Tensor, Tensor]:
-    q, k, v, block_table, mask, *others = call
-    k, v = (_gathered(x, block_table) for x in (k, v))
-    return attention_fwd(ForwardCall._make([q, k, v, mask, None, *others, 0.0, None, 0]))
 
 
 def _gathered(pages: Tensor, block_table: Tensor) -> Tensor:
@@ -163,7 +165,7 @@ def _dead_lse(call: ForwardCall) -> Tensor | float:
 
 # -- attention_bwd ---------------------------------------------------------------------------------
 def attention_bwd_unsupported(call: BackwardCall) -> str | None:
-    return _refusal(call)
+    return _refusal(call) or paged_refusal(call)
 
 
 def attention_bwd_uses_lse(call: BackwardCall) -> bool:
@@ -174,7 +176,11 @@ def attention_bwd_uses_lse(call: BackwardCall) -> bool:
     return is_fused(call) and not (needs_scores or _has_huge_scores(call))
 
 
-def attention_bwd(call: BackwardCall, first: int = 0, dweights: Tensor | None = None) -> _Gradients:
+def attention_bwd(call: BackwardCall) -> _Gradients:
+    return _padded_bwd(call, 0, None) if call.cu_seqlens_q is None else _packed_bwd(call)
+
+
+def _padded_bwd(call: BackwardCall, first: int, dweights: Tensor | None) -> _Gradients:
     """dweights: the gradient of the weights after dropout, [B, H, M, N]."""
     needs = call.needs
     dsinks = None
@@ -331,7 +337,7 @@ def _products_bwd(
 # -- attention_with_weights ------------------------------------------------------------------------
 # Context by the op `attention_fwd`, weights by a softmax of their own.
 def attention_with_weights_fwd_unsupported(call: Any) -> str | None:
-    return _refusal(call)
+    return weights_refusal(call) or _refusal(call)
 
 
 def attention_with_weights_fwd(call: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -351,8 +357,7 @@ def attention_with_weights_fwd(call: Any) -> tuple[Tensor, Tensor, Tensor]:
     return out, lse, (p.mean(1) if average else p).to(call.q.dtype)
 
 
-def attention_with_weights_bwd_unsupported(call: Any) -> str | None:
-    return _refusal(call)
+attention_with_weights_bwd_unsupported = attention_with_weights_fwd_unsupported
 
 
 def attention_with_weights_bwd(call: Any) -> _Gradients:
@@ -362,31 +367,33 @@ def attention_with_weights_bwd(call: Any) -> _Gradients:
     if average:
         H = call.q.shape[1]
         dweights = (dweights / H)[:, None].expand(-1, H, -1, -1)
-    plain = BackwardCall._make([dout, dlse, *others, needs])
-    return attention_bwd(plain, dweights=dweights)
+    return _padded_bwd(BackwardCall._make([dout, dlse, *others, needs]), 0, dweights)
 
 
-# -- attention_varlen ------------------------------------------------------------------------------
+# -- packed sequences ------------------------------------------------------------------------------
 # On CUDA one kernel computes all sequences; elsewhere there is a call for each sequence.
-def _packed_refusal(call: PackedForwardCall | PackedBackwardCall) -> str | None:
-    return (packed_refusal if call.q.is_cuda else _refusal)(call)
-
-
-def _is_packed_empty(call: PackedForwardCall | PackedBackwardCall) -> bool:
+def _is_packed_empty(call: AnyCall) -> bool:
+    assert call.cu_seqlens_q is not None
     return 0 in (*call.q.shape[:2], call.k.shape[0], call.cu_seqlens_q.shape[0] - 1)
 
 
-def _packed_problem(call: PackedForwardCall | PackedBackwardCall, size: int) -> Problem:
+def _packed_problem(call: AnyCall, size: int) -> Problem:
     """The problem with q, k and v padded to head dim `size`, [T, heads, size]."""
     live, sign = packed_live(call)[0], (call.scale > 0) - (call.scale < 0)
     q, k, v = (pad(x, size) for x in (torch.where(live, call.q, 0) * sign, call.k, call.v))
     return Problem(q, k, v, None, call.causal != 0, live, abs(call.scale) or 1.0, sign)
 
 
-def _sequences(call: PackedForwardCall | PackedBackwardCall) -> list[tuple[slice, slice]]:
-    """The slices of each sequence's queries and keys."""
+def _sequences(call: ForwardCall) -> Iterator[tuple[slice, slice, ForwardCall]]:
+    """The slices of each sequence's queries and keys, and its call."""
+    assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
     offsets = (call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist())
-    return [*zip(*([slice(*ends) for ends in pairwise(x)] for x in offsets), strict=True)]
+    ends = zip(*(pairwise(x) for x in offsets), strict=True)
+    for b, (rows, keys) in enumerate((slice(*q), slice(*k)) for q, k in ends):
+        q, k, v = _heads(call.q, rows), _heads(call.k, keys), _heads(call.v, keys)
+        bias = call.distance_bias
+        bias = None if bias is None else _bias_of_sequence(call, bias, b, rows, keys)
+        yield rows, keys, call._replace(q=q, k=k, v=v, cu_seqlens_q=None, distance_bias=bias)
 
 
 def _heads(x: Tensor, rows: slice) -> Tensor:
@@ -394,30 +401,23 @@ def _heads(x: Tensor, rows: slice) -> Tensor:
     return x[rows].transpose(0, 1)[None]
 
 
-def _bias_of_sequence(
-    call: PackedForwardCall | PackedBackwardCall, bias: Tensor, b: int, rows: slice, keys: slice
-) -> Tensor:
+def _bias_of_sequence(call: ForwardCall, bias: Tensor, b: int, rows: slice, keys: slice) -> Tensor:
     """The part of distance_bias, or of its gradient, of sequence b: [1, H, its queries + keys - 1],
     a view.
     """
     m, n = rows.stop - rows.start, keys.stop - keys.start
-    at = call.max_seqlen_q - m if call.causal <= TOP_LEFT else call.max_seqlen_k - n
+    at = call.max_seqlen_q - m if call.causal <= CausalKind.TOP_LEFT else call.max_seqlen_k - n
     b = b if bias.shape[0] > 1 else 0
     return bias[b : b + 1, :, at : at + max(m + n - 1, 0)]
 
 
-def attention_varlen_fwd_unsupported(call: PackedForwardCall) -> str | None:
-    return _packed_refusal(call)
-
-
-def attention_varlen_fwd(call: PackedForwardCall) -> tuple[Tensor, Tensor]:
-    q, k, v, _, _, _, _, bias, sinks, *options = call
-    (T, H, D), E = q.shape, v.shape[2]
+def _packed_fwd(call: ForwardCall) -> tuple[Tensor, Tensor]:
+    q, sinks, (T, H, D), E = call.q, call.sinks, call.q.shape, call.v.shape[2]
     if q.is_cuda and not _is_packed_empty(call):
         t = _packed_problem(call, padded_head_dim(q, max(D, E)))
         out, lse = packed_fwd(t, call)
         live, out = t.live_rows, out[..., :E]
-        assert live is not None
+        assert live is not None and call.cu_seqlens_q is not None
         dead_lse: Tensor | float = -math.inf
         if sinks is not None:
             keys_weight, lse = _with_sinks(lse, sinks[:, None])
@@ -428,51 +428,40 @@ def attention_varlen_fwd(call: PackedForwardCall) -> tuple[Tensor, Tensor]:
         return torch.where(live, out, 0), torch.where(live[:, 0, 0], lse, dead_lse)
     out = q.new_zeros(T, H, E)
     lse = q.new_full((H, T), -math.inf, dtype=wide(q.dtype))
-    for b, (rows, keys) in enumerate(_sequences(call)):
-        own = None if bias is None else _bias_of_sequence(call, bias, b, rows, keys)
-        inputs = (_heads(q, rows), _heads(k, keys), _heads(v, keys), None, None, None, None)
-        out_b, lse_b = attention_fwd(ForwardCall._make([*inputs, own, sinks, *options]), b)
+    for b, (rows, _, of_sequence) in enumerate(_sequences(call)):
+        out_b, lse_b = _padded_fwd(of_sequence, b)
         out[rows], lse[:, rows] = out_b[0].transpose(0, 1), lse_b[0]
     return out, lse
 
 
-def attention_varlen_bwd_unsupported(call: PackedBackwardCall) -> str | None:
-    return _packed_refusal(call)
-
-
-def attention_varlen_bwd(call: PackedBackwardCall) -> _Gradients:
-    dout, dlse, q, k, v, _, _, out, lse, _, _, bias, sinks, *options, needs = call
-    if q.is_cuda and not _is_packed_empty(call):
-        return _packed_bwd(call)
-    inputs = (q, k, v, bias, sinks)
+def _packed_bwd(call: BackwardCall) -> _Gradients:
+    if call.q.is_cuda and not _is_packed_empty(call):
+        return _packed_bwd_of_kernel(call)
+    dout, dlse, out, lse, needs = call.dout, call.dlse, call.out, call.lse, call.needs
+    inputs = (call.q, call.k, call.v, None, call.distance_bias, call.sinks)
     gradients = [
         None if x is None or not n else torch.zeros_like(x, memory_format=torch.contiguous_format)
         for x, n in zip(inputs, needs, strict=True)
     ]
-    dq, dk, dv, dbias, dsinks = gradients
-    for b, (rows, keys) in enumerate(_sequences(call)):
-        own = None if bias is None else _bias_of_sequence(call, bias, b, rows, keys)
-        call_b = BackwardCall._make(
-            [
-                None if dout is None else _heads(dout, rows),
-                None if dlse is None else dlse[None, :, rows],
-                *(_heads(q, rows), _heads(k, keys), _heads(v, keys), None, None, None, None),
-                *(_heads(out, rows), lse[None, :, rows], own, sinks, *options),
-                [*needs[:3], False, *needs[3:]],
-            ]
-        )
-        dq_b, dk_b, dv_b, _, dbias_b, dsinks_b = attention_bwd(call_b, b)
-        for gradient, own_gradient, at in ((dq, dq_b, rows), (dk, dk_b, keys), (dv, dv_b, keys)):
-            if gradient is not None and own_gradient is not None:
-                gradient[at] = own_gradient[0].transpose(0, 1)
-        if dbias is not None and dbias_b is not None:
-            _bias_of_sequence(call, dbias, b, rows, keys).add_(dbias_b)
-        if dsinks is not None and dsinks_b is not None:
-            dsinks += dsinks_b
+    for b, (rows, keys, of_sequence) in enumerate(_sequences(call.forward)):
+        own = BackwardCall(
+            None if dout is None else _heads(dout, rows),
+            None if dlse is None else dlse[None, :, rows],
+            _heads(out, rows), lse[None, :, rows], *of_sequence, needs,
+        )  # fmt: skip
+        found = _padded_bwd(own, b, None)
+        for gradient, part, at in zip(gradients[:3], found[:3], (rows, keys, keys), strict=True):
+            if gradient is not None and part is not None:
+                gradient[at] = part[0].transpose(0, 1)
+        *_, dbias, dsinks = gradients
+        if dbias is not None and found[4] is not None:
+            _bias_of_sequence(call.forward, dbias, b, rows, keys).add_(found[4])
+        if dsinks is not None and found[5] is not None:
+            dsinks += found[5]
     return tuple(gradients)
 
 
-def _packed_bwd(call: PackedBackwardCall) -> _Gradients:
+def _packed_bwd_of_kernel(call: BackwardCall) -> _Gradients:
     (live, live_keys), (D, E) = packed_live(call), (call.q.shape[2], call.v.shape[2])
     dout = torch.zeros_like(call.out) if call.dout is None else torch.where(live, call.dout, 0)
     dlse = None if call.dlse is None else torch.where(live[..., 0], call.dlse.t(), 0)
@@ -482,7 +471,7 @@ def _packed_bwd(call: PackedBackwardCall) -> _Gradients:
     t = _packed_problem(call, size)
     dq, dk, dv = packed_bwd(t, pad(dout, size), pad(out, size), lse, call)
     dsinks = None
-    if call.needs[4] and call.sinks is not None:
+    if call.needs[5] and call.sinks is not None:
         delta = None
         if call.dout is not None:
             dout, out = (x.transpose(0, 1)[None] for x in (call.dout, call.out))
@@ -493,6 +482,7 @@ def _packed_bwd(call: PackedBackwardCall) -> _Gradients:
         torch.where(live, dq[..., :D] * t.sign, 0),
         torch.where(live_keys, dk[..., :D], 0),
         torch.where(live_keys, dv[..., :E], 0),
+        None,
         None,
         dsinks,
     )

@@ -7,13 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastattn.ops.attention.calls import (
-    BackwardCall,
-    ForwardCall,
-    PackedBackwardCall,
-    PackedForwardCall,
-)
-from fastattn.ops.attention.torch_problem import TOP_LEFT, Problem, wide
+from fastattn.ops.attention.calls import AnyCall, BackwardCall, CausalKind, ForwardCall
+from fastattn.ops.attention.torch_problem import Problem, wide
 
 _aten = torch.ops.aten
 
@@ -104,7 +99,7 @@ def kernels(t: Problem, width: int) -> tuple[Callable[..., tuple[Tensor, ...]], 
     return _efficient_fwd, _efficient_bwd
 
 
-def is_fused(call: ForwardCall | BackwardCall) -> bool:
+def is_fused(call: AnyCall) -> bool:
     """Whether aten has a sufficiently accurate fused kernel for the call."""
     q, mask = call.q, call.mask
     if q.is_cuda:  # where half-precision kernels take a bias in half precision
@@ -131,8 +126,9 @@ def pad(x: Tensor, size: int) -> Tensor:
 
 
 # -- packed sequences ------------------------------------------------------------------------------
-def packed_refusal(call: PackedForwardCall | PackedBackwardCall) -> str | None:
+def packed_refusal(call: AnyCall) -> str | None:
     """Why flash attention, whose causal diagonal is bottom-right, cannot run the call, or None."""
+    assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
     q, same = call.q, call.cu_seqlens_q.data_ptr() == call.cu_seqlens_k.data_ptr()
     if q.dtype not in (torch.float16, torch.bfloat16) or max(q.shape[2], call.v.shape[2]) > 248:
         return f"has packed kernels for fp16 and bf16, up to head dim 248, got {q.dtype}"
@@ -140,16 +136,17 @@ def packed_refusal(call: PackedForwardCall | PackedBackwardCall) -> str | None:
         return "has packed kernels without dropout and without a window"
     if call.distance_bias is not None or call.softcap > 0:
         return "has packed kernels without distance_bias and softcap"
-    if call.causal == TOP_LEFT and not same:
+    if call.causal == CausalKind.TOP_LEFT and not same:
         return (
             "has packed kernels for causal='top_left' only if queries and keys have one cu_seqlens"
         )
     return None
 
 
-def packed_live(call: PackedForwardCall | PackedBackwardCall) -> tuple[Tensor, Tensor]:
+def packed_live(call: AnyCall) -> tuple[Tensor, Tensor]:
     """Live rows [T, 1, 1] and live keys [S, 1, 1]."""
     cu_q, cu_k = call.cu_seqlens_q, call.cu_seqlens_k
+    assert cu_q is not None and cu_k is not None
     M, N = cu_q.diff(), cu_k.diff()  # [B]: the queries and keys of each sequence
     rows, keys = (torch.arange(x.shape[0], device=x.device) for x in (call.q, call.k))
     b, in_sequence = sequence_of(rows, cu_q)
@@ -169,7 +166,7 @@ def sequence_of(positions: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     return b.clamp(max=count - 1), b < count
 
 
-def packed_fwd(t: Problem, call: PackedForwardCall) -> tuple[Tensor, Tensor]:
+def packed_fwd(t: Problem, call: ForwardCall) -> tuple[Tensor, Tensor]:
     # With a maximum of one query, aten takes every sequence to have one; it may have none.
     longest = max(2, call.max_seqlen_q)
     out, lse, *_ = _aten._flash_attention_forward.default(
@@ -180,7 +177,7 @@ def packed_fwd(t: Problem, call: PackedForwardCall) -> tuple[Tensor, Tensor]:
 
 
 def packed_bwd(
-    t: Problem, dout: Tensor, out: Tensor, lse: Tensor, call: PackedBackwardCall
+    t: Problem, dout: Tensor, out: Tensor, lse: Tensor, call: BackwardCall
 ) -> tuple[Tensor, ...]:
     unused = lse.new_zeros(2, dtype=torch.uint64)  # the state of aten's own dropout
     return _aten._flash_attention_backward.default(

@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastattn.ops.attention.calls import BackwardCall, ForwardCall
+from fastattn.ops.attention.calls import AnyCall, BackwardCall, CausalKind
 
-TOP_LEFT, BOTTOM_RIGHT, BOTTOM_RIGHT_LENGTHS = 1, 2, 3
 # If the norm of a tensor is smaller, products with its dead values stay finite.
 _SAFE_NORM = 1e6
 
@@ -35,20 +34,20 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def prepare(call: ForwardCall | BackwardCall, fused: bool) -> Problem:
+def prepare(call: AnyCall, fused: bool) -> Problem:
     """fused: whether the kernel has a causal flag; else the bias has the causal restriction."""
     (B, _, M, _), (K, N), lengths = call.q.shape, call.k.shape[1:3], call.query_lengths
     mask = None if call.mask is None else _unexpanded(call.mask)
     causal, windowed = call.causal, call.window_left >= 0 or call.window_right >= 0
-    if causal == BOTTOM_RIGHT and M == N:
-        causal = TOP_LEFT
-    elif causal >= BOTTOM_RIGHT and M == 1 and not windowed:
+    if causal == CausalKind.BOTTOM_RIGHT and M == N:
+        causal = CausalKind.TOP_LEFT
+    elif causal >= CausalKind.BOTTOM_RIGHT and M == 1 and not windowed:
         causal = 0
     sign = (call.scale > 0) - (call.scale < 0)
     q, k, v, scale = call.q, call.k, call.v, abs(call.scale) or 1.0
     q = q if sign > 0 else q * sign
     given = (mask, call.key_lengths, lengths, call.distance_bias)
-    in_kernel = causal == 0 or (fused and causal == TOP_LEFT and N <= M)
+    in_kernel = causal == 0 or (fused and causal == CausalKind.TOP_LEFT and N <= M)
     if in_kernel and not windowed and all(x is None for x in given):
         return Problem(q, k, v, None, bool(causal), None, scale, sign)
     i = torch.arange(M, device=q.device)[:, None]
@@ -63,11 +62,11 @@ def prepare(call: ForwardCall | BackwardCall, fused: bool) -> Problem:
     by_distance = _bias_of_pairs(call)
     if by_distance is not None:  # rows with -inf alone are dead
         allowed.append(by_distance != -math.inf)
-    by_rows = windowed or causal >= BOTTOM_RIGHT or any(x.shape[2] > 1 for x in allowed)
+    by_rows = windowed or causal >= CausalKind.BOTTOM_RIGHT or any(x.shape[2] > 1 for x in allowed)
     # Whether all restrictions are in the bias.
     if by_rows or by_distance is not None or (causal and not fused):
-        diagonal = i + (0 if causal < BOTTOM_RIGHT else N - M)
-        if causal == BOTTOM_RIGHT_LENGTHS:
+        diagonal = i + (0 if causal < CausalKind.BOTTOM_RIGHT else N - M)
+        if causal == CausalKind.BOTTOM_RIGHT_LENGTHS:
             diagonal = i + _own_offset(call)
         if causal:
             allowed.append(j <= diagonal)
@@ -104,7 +103,7 @@ def prepare(call: ForwardCall | BackwardCall, fused: bool) -> Problem:
     return Problem(q, k, v, bias, bool(causal), live_rows, scale, sign)
 
 
-def _own_offset(call: ForwardCall | BackwardCall) -> Any:
+def _own_offset(call: AnyCall) -> Any:
     """The offset of the causal diagonal by each sequence's own lengths: [B, 1, 1, 1], or a number
     without lengths.
     """
@@ -113,18 +112,18 @@ def _own_offset(call: ForwardCall | BackwardCall) -> Any:
     return n - m
 
 
-def _entries(call: ForwardCall | BackwardCall) -> Tensor | None:
+def _entries(call: AnyCall) -> Tensor | None:
     """The entry of distance_bias for each j - i from 1 - M to N - 1, [B, 1, M + N - 1], or None if
     it is entry j - i + M - 1. Any entry for a distance that no allowed pair has.
     """
-    if call.causal != BOTTOM_RIGHT_LENGTHS:
+    if call.causal != CausalKind.BOTTOM_RIGHT_LENGTHS:
         return None
     M, N = call.q.shape[2], call.k.shape[2]
     steps = torch.arange(M + N - 1, device=call.q.device) + N - M
     return (steps - _own_offset(call)).clamp(0, M + N - 2).view(-1, 1, M + N - 1)
 
 
-def _bias_of_pairs(call: ForwardCall | BackwardCall) -> Tensor | None:
+def _bias_of_pairs(call: AnyCall) -> Tensor | None:
     """distance_bias as a dense mask [B or 1, H, M, N]."""
     bias, entries = call.distance_bias, _entries(call)
     if bias is None:

@@ -11,20 +11,11 @@ from .backward import (
     attention_bwd_unsupported,
     attention_bwd_uses_lse,
     attention_bwd_workspace,
-    attention_varlen_bwd,
-    attention_varlen_bwd_unsupported,
-    attention_varlen_bwd_workspace,
 )
 from .forward import (
     attention_fwd,
     attention_fwd_unsupported,
     attention_fwd_workspace,
-    attention_paged_fwd,
-    attention_paged_fwd_unsupported,
-    attention_paged_fwd_workspace,
-    attention_varlen_fwd,
-    attention_varlen_fwd_unsupported,
-    attention_varlen_fwd_workspace,
 )
 
 __all__ = [
@@ -35,13 +26,4 @@ __all__ = [
     "attention_fwd",
     "attention_fwd_unsupported",
     "attention_fwd_workspace",
-    "attention_paged_fwd",
-    "attention_paged_fwd_unsupported",
-    "attention_paged_fwd_workspace",
-    "attention_varlen_bwd",
-    "attention_varlen_bwd_unsupported",
-    "attention_varlen_bwd_workspace",
-    "attention_varlen_fwd",
-    "attention_varlen_fwd_unsupported",
-    "attention_varlen_fwd_workspace",
 ]

@@ -14,21 +14,16 @@ import torch
 from torch import Tensor
 
 from fastattn.ops._triton_launch import LaunchCache, signature
-from fastattn.ops.attention.calls import (
-    BackwardCall,
-    Gradients,
-    PackedBackwardCall,
-)
+from fastattn.ops.attention.calls import BackwardCall, Gradients, paged_refusal
 from fastattn.ops.attention.triton.bwd_bind import Plan, bind, layout_of
 from fastattn.ops.attention.triton.bwd_config import BwdConfig
 from fastattn.ops.attention.triton.launch import (
-    Packed,
     Workspace,
     architecture,
     attention_seed,
     has_origin,
-    heads_first,
     length_tensors,
+    packed_of,
     score_tensors,
     unsupported,
 )
@@ -41,7 +36,12 @@ _plans = LaunchCache()
 
 
 def attention_bwd_unsupported(call: BackwardCall) -> str | None:
-    return unsupported(call.mask, call.q, call.k, call.v, out=call.out, dout=call.dout)
+    return paged_refusal(call) or unsupported(call, out=call.out, dout=call.dout)
+
+
+def attention_bwd_uses_lse(call: BackwardCall) -> bool:
+    """Some calls need a delta that is not computed from `out`."""
+    return call.q.dtype.itemsize >= 4 and not call.needs[3]
 
 
 def attention_bwd_workspace(call: BackwardCall) -> Workspace:
@@ -68,14 +68,12 @@ def _run(
     call: BackwardCall,
     gradients: Gradients,
     workspace: Sequence[Tensor],
-    packed: Packed | None = None,
 ) -> None:
-    """packed: tensors are [tokens, heads, dim], lengths are offsets."""
-    reduced = _without_zeros(call, gradients, packed)
+    reduced = _without_zeros(call, gradients)
     if reduced is None:
         return
-    dout, dlse, q, k, v, mask, mask_tiles = reduced[:7]
-    out, lse, needs, lengths = reduced.out, reduced.lse, reduced.needs, length_tensors(reduced)
+    dout, dlse, out, lse, q, k, v, mask, mask_tiles = reduced[:9]
+    needs, lengths = reduced.needs, length_tensors(reduced)
     changes, stream = score_tensors(reduced), reduced.dropout_stream
     seed = attention_seed(reduced.dropout_seed if reduced.dropout_p > 0.0 else None)
     dq, dk, dv, dmask, *_ = gradients
@@ -86,11 +84,11 @@ def _run(
         v.shape, v.stride(), out.stride(), None if dout is None else dout.stride(), dlse is None,
         signature(mask), signature(mask_tiles), *map(signature, (*lengths, *changes)),
         *_options(reduced), has_origin(seed), *needs, dq.stride(), dk.stride(), dv.stride(),
-        dmask.stride(), packed, addresses & 15 == 0,
+        dmask.stride(), packed_of(call), addresses & 15 == 0,
     )  # fmt: skip
     plan: Plan | None = _plans.get(key)
     if plan is None:
-        plan = _plans.remember(key, bind(tiling, reduced, gradients, key[-1], packed))
+        plan = _plans.remember(key, bind(tiling, reduced, gradients, key[-1]))
 
     lse_delta, *rest = workspace
     sink_sums = None
@@ -144,10 +142,9 @@ def _run(
             torch.sum(entries, 0, out=ddistance_bias)
 
 
-def _without_zeros(
-    call: BackwardCall, gradients: Gradients, packed: Packed | None
-) -> BackwardCall | None:
+def _without_zeros(call: BackwardCall, gradients: Gradients) -> BackwardCall | None:
     """The call without gradients that are zero, which are written here; None if all are."""
+    offsets = call.cu_seqlens_q
     dout, dlse, dropout_p = call.dout, call.dlse, call.dropout_p
     need_dq, need_dk, need_dv, need_dmask, need_dbias, need_dsinks = call.needs
     need_dmask = need_dmask and call.mask is not None
@@ -157,8 +154,9 @@ def _without_zeros(
     if dropout_p > 0.0 and dropout_numbers(dropout_p)[1] == 0.0:
         dout, dropout_p = None, 0.0  # everything is dropped: out depends on nothing
     nothing = call.q.numel() == 0 or call.k.numel() == 0 or (dout is None and dlse is None)
-    nothing |= packed is not None and 0 in packed
-    if nothing or packed is not None:
+    if offsets is not None:
+        nothing |= 0 in (offsets.numel() - 1, call.max_seqlen_q, call.max_seqlen_k)
+    if nothing or offsets is not None:
         # Packed rows behind the last sequence belong to no program.
         for result, needed in zip(gradients, needs, strict=True):
             if needed:
@@ -166,7 +164,7 @@ def _without_zeros(
         if nothing:
             if need_dsinks and dlse is not None:  # a row without keys has the sink as lse
                 dlse = torch.where(call.lse.isneginf(), 0.0, dlse)
-                heads = dlse[None] if packed is not None else dlse  # [.., H, rows]
+                heads = dlse[None] if offsets is not None else dlse  # [.., H, rows]
                 torch.sum(heads, (0, 2), out=gradients.dsinks)
             return None
     if need_dv and dout is None:
@@ -177,46 +175,3 @@ def _without_zeros(
     if dout is call.dout and dlse is call.dlse and needs == tuple(call.needs):
         return call
     return call._replace(dout=dout, dlse=dlse, dropout_p=dropout_p, needs=needs)
-
-
-# -- packed sequences -----------------------------------------------------------------------------
-
-
-def attention_bwd_uses_lse(call: BackwardCall) -> bool:
-    """Some calls need a delta that is not computed from `out`."""
-    return call.q.dtype.itemsize >= 4 and not call.needs[3]
-
-
-def attention_varlen_bwd_unsupported(call: PackedBackwardCall) -> str | None:
-    q, k, v, out, dout = map(heads_first, (call.q, call.k, call.v, call.out, call.dout))
-    return unsupported(None, q, k, v, out=out, dout=dout)
-
-
-def attention_varlen_bwd_workspace(call: PackedBackwardCall) -> Workspace:
-    return layout_of(None, *_padded(call)).workspace
-
-
-def _padded(call: PackedBackwardCall) -> tuple[BackwardCall, Packed]:
-    packed = Packed(call.cu_seqlens_q.numel() - 1, call.max_seqlen_q, call.max_seqlen_k)
-    return BackwardCall(
-        *call[:5], None, None, call.cu_seqlens_k, call.cu_seqlens_q, call.out, call.lse,
-        call.distance_bias, call.sinks, call.softcap, call.causal, call.window_left,
-        call.window_right, call.scale, call.dropout_p, call.dropout_seed, call.dropout_stream,
-        (*call.needs[:3], False, *call.needs[3:]),
-    ), packed  # fmt: skip
-
-
-def attention_varlen_bwd(
-    call: PackedBackwardCall,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    ddistance_bias: Tensor,
-    dsinks: Tensor,
-    *workspace: Tensor,
-) -> None:
-    """Offsets contiguous, lse and dlse [H, T]."""
-    padded, packed = _padded(call)
-    dmask = call.q.new_empty(0)
-    gradients = Gradients(dq, dk, dv, dmask, ddistance_bias, dsinks)
-    _run(None, padded, gradients, workspace, packed)

@@ -28,7 +28,6 @@ from fastattn.ops.attention.triton.bwd_dq_kernel import attention_bwd_dq_kernel
 from fastattn.ops.attention.triton.bwd_parts import LSE_DELTA_ALIGNMENT
 from fastattn.ops.attention.triton.launch import (
     Facts,
-    Packed,
     Workspace,
     architecture,
     descriptor_templates,
@@ -36,6 +35,7 @@ from fastattn.ops.attention.triton.launch import (
     fits_descriptor,
     heads_first,
     length_tensors,
+    packed_of,
     row_strides_in_units,
     swizzle_group_size,
 )
@@ -118,25 +118,18 @@ class Layout:
 _layouts = LaunchCache()
 
 
-def layout_of(tiling: BwdConfig | None, call: BackwardCall, packed: Packed | None = None) -> Layout:
-    """packed: tensors are [tokens, heads, dim], lengths are offsets."""
+def layout_of(tiling: BwdConfig | None, call: BackwardCall) -> Layout:
     q, k = call.q, call.k
     key = (
         tiling or architecture(q), q.dtype, q.shape, k.shape, call.v.shape, signature(call.mask),
         *(None if x is None else x.dim() for x in length_tensors(call)), call.causal,
-        call.window_left, call.window_right, call.dropout_p > 0.0, *call.needs[3:], packed,
+        call.window_left, call.window_right, call.dropout_p > 0.0, *call.needs[3:], packed_of(call),
         None if call.distance_bias is None else call.distance_bias.shape[0], call.sinks is None,
     )  # fmt: skip
     layout: Layout | None = _layouts.get(key)
     if layout is None:
-        facts = facts_of(_heads_first(call) if packed is not None else call, packed)
-        layout = _layouts.remember(key, _layout(tiling, facts, call))
+        layout = _layouts.remember(key, _layout(tiling, facts_of(call), call))
     return layout
-
-
-def _heads_first(call: BackwardCall) -> BackwardCall:
-    q, k, v, out, dout = map(heads_first, (call.q, call.k, call.v, call.out, call.dout))
-    return call._replace(q=q, k=k, v=v, out=out, dout=dout)
 
 
 def _layout(config: BwdConfig | None, facts: Facts, call: BackwardCall) -> Layout:
@@ -236,18 +229,14 @@ class Plan:
     distance_spare: int  # entries before the first in its sums
 
 
-def bind(
-    tiling: BwdConfig | None,
-    call: BackwardCall,
-    gradients: Gradients,
-    aligned: bool,
-    packed: Packed | None,
-) -> Plan:
-    """aligned: q, k, v and dout are aligned for descriptors. packed: as in `layout_of`."""
-    layout = layout_of(tiling, call, packed)
-    if packed is not None:
-        call, gradients = _heads_first(call), Gradients(*map(heads_first, gradients))
-    binder = _Binder(layout, facts_of(call, packed), call, gradients, aligned)
+def bind(tiling: BwdConfig | None, call: BackwardCall, gradients: Gradients, aligned: bool) -> Plan:
+    """aligned: q, k, v and dout are aligned for descriptors."""
+    layout = layout_of(tiling, call)
+    if call.cu_seqlens_q is not None:
+        q, k, v, out, dout = map(heads_first, (call.q, call.k, call.v, call.out, call.dout))
+        call = call._replace(q=q, k=k, v=v, out=out, dout=dout)
+        gradients = Gradients(*map(heads_first, gradients))
+    binder = _Binder(layout, facts_of(call), call, gradients, aligned)
     need_dq, _, _, need_dmask, *_ = call.needs
     dkdv = binder.dkdv()
     classify = list_dq = list_dkdv = dmask = sum_splits = None

@@ -12,12 +12,11 @@ import triton
 from torch import Tensor
 
 from fastattn.ops._triton_launch import BoundLaunch, LaunchCache, signature
-from fastattn.ops.attention.calls import ForwardCall, PackedForwardCall, PagedForwardCall
+from fastattn.ops.attention.calls import ForwardCall
 from fastattn.ops.attention.triton.fwd_config import Features, ForwardConfig, forward_config
 from fastattn.ops.attention.triton.fwd_kernel import attention_fwd_kernel
 from fastattn.ops.attention.triton.launch import (
     Facts,
-    Packed,
     Workspace,
     architecture,
     attention_seed,
@@ -27,6 +26,7 @@ from fastattn.ops.attention.triton.launch import (
     has_origin,
     heads_first,
     length_tensors,
+    packed_of,
     row_strides_in_units,
     score_tensors,
     swizzle_group_size,
@@ -39,7 +39,6 @@ from fastattn.ops.attention.triton.mask_lists import (
     prepared_lister,
 )
 from fastattn.ops.attention.triton.tiles import (
-    LengthTensors,
     TableStrides,
     column_hasher,
     column_keys_workspace,
@@ -58,6 +57,7 @@ class _Plan(NamedTuple):
 _FIELDS = ForwardCall._fields
 _options = attrgetter(*_FIELDS[_FIELDS.index("softcap") : _FIELDS.index("dropout_seed")])
 _plans, _list_shapes = LaunchCache(), LaunchCache()
+_PAGE_SIZES = (16, 32, 64, 128, 256)
 
 
 def _config(facts: Facts) -> ForwardConfig:
@@ -67,29 +67,30 @@ def _config(facts: Facts) -> ForwardConfig:
 
 
 def attention_fwd_unsupported(call: ForwardCall) -> str | None:
-    return unsupported(call.mask, call.q, call.k, call.v)
+    if call.block_table is not None and call.k.shape[2] not in _PAGE_SIZES:
+        return f"handles pages of {', '.join(map(str, _PAGE_SIZES))} keys, got {call.k.shape[2]}"
+    return unsupported(call)
 
 
 def attention_fwd_workspace(call: ForwardCall) -> Workspace:
     return _workspace(None, call)
 
 
-def _workspace(
-    config: ForwardConfig | None, call: ForwardCall, table: Tensor | None = None
-) -> Workspace:
+def _workspace(config: ForwardConfig | None, call: ForwardCall) -> Workspace:
     """The lists of tiles of a dense mask; the keys of columns for dropout."""
     workspace: Workspace = []
     if call.mask is not None:
-        q, sizes = call.q, (call.q.shape, call.k.shape, call.v.shape, signature(table))
+        q, sizes = call.q, (call.q.shape, call.k.shape, call.v.shape, signature(call.block_table))
         tiling = config or architecture(q)
         key = tiling, q.dtype, *sizes, signature(call.mask), call.dropout_p > 0.0
         shape = _list_shapes.get(key)
         if shape is None:
-            facts = facts_of(call, None, table)
+            facts = facts_of(call)
             shape = _list_shapes.remember(key, _lists(config or _config(facts), facts).shape)
         workspace.append((shape, torch.int32, False))
     if call.dropout_p > 0.0:
-        workspace.append(column_keys_workspace(call.k.shape[2]))
+        packed = call.cu_seqlens_k is not None
+        workspace.append(column_keys_workspace(call.max_seqlen_k if packed else call.k.shape[2]))
     return workspace
 
 
@@ -118,22 +119,22 @@ def _run(
     out: Tensor,
     lse: Tensor,
     workspace: Sequence[Tensor],
-    table: Tensor | None = None,
 ) -> None:
     if lse.numel() == 0:
         return
     q, k, v, mask, mask_tiles = call[:5]
+    table, packed = call.block_table, packed_of(call)
     lengths, changes = length_tensors(call), score_tensors(call)
     seed, stream = attention_seed(call.dropout_seed), call.dropout_stream
     key = (
         config or architecture(q), q.device, q.dtype, q.shape, q.stride(), k.shape, k.stride(),
         v.shape, v.stride(), out.stride(), signature(mask), signature(mask_tiles),
-        *map(signature, (*lengths, table, *changes)), *_options(call), has_origin(seed),
+        *map(signature, (*lengths, table, *changes)), packed, *_options(call), has_origin(seed),
         (k.data_ptr() | v.data_ptr()) & 15 == 0,
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
-        plan = _plans.remember(key, _bind(config, call, out, None, table, key[-1]))
+        plan = _plans.remember(key, _bind(config, call, out, key[-1]))
     lists = keys = None
     if plan.list_tiles is not None:
         lists = workspace[0]
@@ -147,21 +148,12 @@ def _run(
     )  # fmt: skip
 
 
-def _bind(
-    config: ForwardConfig | None,
-    call: ForwardCall,
-    out: Tensor,
-    packed: Packed | None,
-    table: Tensor | None,
-    aligned: bool,
-) -> _Plan:
-    """packed: tensors are [tokens, heads, dim], lengths are offsets. table: k and v are [pages,
-    heads, keys of a page, dim]. aligned: whether k and v are, for descriptors.
-    """
-    q, k, v = call.q, call.k, call.v
+def _bind(config: ForwardConfig | None, call: ForwardCall, out: Tensor, aligned: bool) -> _Plan:
+    """aligned: whether k and v are, for descriptors."""
+    q, k, v, table, facts = call.q, call.k, call.v, call.block_table, facts_of(call)
+    packed = facts.packed
     if packed is not None:
         q, k, v, out = map(heads_first, (q, k, v, out))
-    facts = facts_of(call._replace(q=q, k=k, v=v), packed, table)
     c = config or _config(facts)
     list_tiles, list_numbers = None, (0, 0, 0, 0)
     if facts.mask is not None:
@@ -214,70 +206,4 @@ def _bind(
     return _Plan(
         attend.over(triton.cdiv(facts.M, c.BLOCK_M) * heads), list_tiles,
         column_hasher(facts.N) if facts.dropout_p > 0.0 else None,
-    )  # fmt: skip
-
-
-# -- keys and values in pages ---------------------------------------------------------------------
-
-
-def attention_paged_fwd_unsupported(call: PagedForwardCall) -> str | None:
-    size = call.k.shape[2]
-    if size not in (16, 32, 64, 128, 256):
-        return f"handles pages of 16, 32, 64, 128 or 256 keys, got {size}"
-    return unsupported(call.mask, call.q, call.k, call.v)
-
-
-def attention_paged_fwd_workspace(call: PagedForwardCall) -> Workspace:
-    return _workspace(None, _without_table(call), call.block_table)
-
-
-def attention_paged_fwd(
-    call: PagedForwardCall, out: Tensor, lse: Tensor, *workspace: Tensor
-) -> None:
-    _run(None, _without_table(call), out, lse, workspace, call.block_table)
-
-
-def _without_table(call: PagedForwardCall) -> ForwardCall:
-    """The other arguments, where k and v are still [pages, heads, keys of a page, dim]."""
-    q, k, v, _, mask, *_ = call
-    return ForwardCall(q, k, v, mask, None, *call[5:], 0.0, None, 0)
-
-
-# -- packed sequences -----------------------------------------------------------------------------
-
-
-def attention_varlen_fwd_unsupported(call: PackedForwardCall) -> str | None:
-    return unsupported(None, *map(heads_first, (call.q, call.k, call.v)))
-
-
-def attention_varlen_fwd_workspace(call: PackedForwardCall) -> Workspace:
-    return [column_keys_workspace(call.max_seqlen_k)] if call.dropout_p > 0.0 else []
-
-
-def attention_varlen_fwd(
-    call: PackedForwardCall, out: Tensor, lse: Tensor, *workspace: Tensor
-) -> None:
-    """lse [H, T]; the offsets are contiguous. As `_run`, without a second tuple of arguments."""
-    if lse.numel() == 0:
-        return
-    q, k, v, offsets_q, offsets_k, *sizes = call[:7]
-    changes, seed, stream = score_tensors(call), attention_seed(call.dropout_seed), call[-1]
-    key = (
-        architecture(q), q.device, q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.shape,
-        v.stride(), out.stride(), signature(offsets_q), signature(offsets_k), *sizes,
-        *map(signature, changes), *_options(call), has_origin(seed),
-        (k.data_ptr() | v.data_ptr()) & 15 == 0,
-    )  # fmt: skip
-    plan = _plans.get(key)
-    if plan is None:
-        packed = Packed(offsets_q.numel() - 1, max(1, call.max_seqlen_q), call.max_seqlen_k)
-        padded = ForwardCall(q, k, v, None, None, offsets_k, offsets_q, *call[7:])
-        plan = _plans.remember(key, _bind(None, padded, out, packed, None, key[-1]))
-    keys = None
-    if plan.hash_columns is not None:
-        keys = workspace[-1]
-        plan.hash_columns(seed, keys, stream)
-    plan.attend(
-        q, k, v, k, v, None, None, LengthTensors(offsets_k, offsets_q), None, changes,
-        None if keys is None else seed, keys, out, lse, stream,
     )  # fmt: skip

@@ -15,11 +15,7 @@ from torch import Tensor
 from fastattn.ops import _env
 from fastattn.ops._triton_dropout import AttentionSeed
 from fastattn.ops._triton_launch import DTYPES, DescriptorTemplate, descriptor_template, too_old
-from fastattn.ops.attention.calls import (
-    BackwardCall,
-    ForwardCall,
-    PackedForwardCall,
-)
+from fastattn.ops.attention.calls import AnyCall, CausalKind
 from fastattn.ops.attention.triton.tiles import (
     Case,
     DiagonalBounds,
@@ -37,8 +33,6 @@ from fastattn.ops.attention.triton.tiles import (
     shared_lines,
 )
 
-# Codes of a call's `causal`.
-_BOTTOM_RIGHT, _BOTTOM_RIGHT_LENGTHS = 2, 3
 # Offsets inside a tile are 32-bit: 256 rows of this stride stay below 2^31.
 _LARGEST_ROW_STRIDE = 1 << 22
 # Operands that concurrently running heads read repeatedly should stay in the L2 cache.
@@ -184,22 +178,28 @@ class Facts(NamedTuple):
         return Case(*map(tl.constexpr, Case(**fields | others)))
 
 
-def facts_of(
-    call: ForwardCall | BackwardCall, packed: Packed | None = None, table: Tensor | None = None
-) -> Facts:
-    """Packed sequences come as [1, heads, tokens, dim], their offsets in the place of lengths. With
-    a block table, k and v come as [pages, heads, keys of a page, dim].
-    """
-    q, k, mask, keys, queries = call.q, call.k, call.mask, call.key_lengths, call.query_lengths
-    (B, H, rows, D), (K, N), E = q.shape, k.shape[1:3], call.v.shape[3]
+def packed_of(call: AnyCall) -> Packed | None:
+    if call.cu_seqlens_q is None:
+        return None
+    return Packed(call.cu_seqlens_q.numel() - 1, max(1, call.max_seqlen_q), call.max_seqlen_k)
+
+
+def facts_of(call: AnyCall) -> Facts:
+    """Packed tensors are as in the op or heads first."""
+    q, k, v, mask, table = call.q, call.k, call.v, call.mask, call.block_table
+    packed, keys, queries = packed_of(call), call.key_lengths, call.query_lengths
+    if q.dim() == 3:
+        q, k, v = map(heads_first, (q, k, v))
+    (B, H, rows, D), (K, N), E = q.shape, k.shape[1:3], v.shape[3]
     M, causal, window = rows, call.causal, (call.window_left, call.window_right)
     page = 0
     if table is not None:
         page, N = N, table.shape[1] * N
     one_query = M == 1 and call.window_left < 0 and call.distance_bias is None
-    if causal == _BOTTOM_RIGHT_LENGTHS and one_query:
-        causal = _BOTTOM_RIGHT  # which then restricts nothing, and takes no edge tile
-    from_end = causal >= (_BOTTOM_RIGHT_LENGTHS if packed is None else _BOTTOM_RIGHT)
+    if causal == CausalKind.BOTTOM_RIGHT_LENGTHS and one_query:
+        causal = CausalKind.BOTTOM_RIGHT  # which then restricts nothing, and takes no edge tile
+    own = CausalKind.BOTTOM_RIGHT_LENGTHS if packed is None else CausalKind.BOTTOM_RIGHT
+    from_end = causal >= own
     if packed is not None:
         B, M, N = packed
         keys = queries = None
@@ -222,9 +222,7 @@ def facts_of(
     )  # fmt: skip
 
 
-def _score_numbers(
-    call: ForwardCall | BackwardCall, M: int, N: int, from_end: bool
-) -> ScoreNumbers:
+def _score_numbers(call: AnyCall, M: int, N: int, from_end: bool) -> ScoreNumbers:
     """M and N: of packed sequences those of the longest."""
     sinks, bias = call.sinks, call.distance_bias
     sink_stride = None if sinks is None else sinks.stride(0)
@@ -237,11 +235,14 @@ def _score_numbers(
     return ScoreNumbers(call.softcap or None, sink_stride, *strides, bias.shape[2], first)
 
 
-def length_tensors(call: ForwardCall | BackwardCall) -> LengthTensors:
+def length_tensors(call: AnyCall) -> LengthTensors:
+    """Packed sequences have offsets in their place."""
+    if call.cu_seqlens_q is not None:
+        return LengthTensors(call.cu_seqlens_k, call.cu_seqlens_q)
     return LengthTensors(call.key_lengths, call.query_lengths)
 
 
-def score_tensors(call: ForwardCall | PackedForwardCall | BackwardCall) -> ScoreTensors:
+def score_tensors(call: AnyCall) -> ScoreTensors:
     return ScoreTensors(call.sinks, call.distance_bias)
 
 
@@ -330,16 +331,19 @@ def swizzle_group_size(limits: DiagonalBounds, head_bytes: int, group: int, head
     return min(heads, group * max(1, _SWIZZLE_GROUP_BYTES // max(1, head_bytes)))
 
 
-def unsupported(
-    mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor, **others: Tensor | None
-) -> str | None:
+def unsupported(call: AnyCall, **others: Tensor | None) -> str | None:
     """Why no kernel supports the call. others: further tensors whose rows they read, by name."""
+    mask, tensors = call.mask, {"q": call.q, "k": call.k, "v": call.v} | others
+    if call.cu_seqlens_q is not None:
+        tensors = {name: heads_first(x) for name, x in tensors.items()}
+    q, v = tensors["q"], tensors["v"]
+    assert q is not None and v is not None
     if q.dtype not in DTYPES:
         return f"has kernels for float16, bfloat16 and float32, got {q.dtype}"
     D, E = q.shape[3], v.shape[3]
     if not (1 <= D <= 256 and 1 <= E <= 256):
         return f"handles head dims up to 256, got {D} and {E}"
-    for name, x in (("q", q), ("k", k), ("v", v), *others.items()):
+    for name, x in tensors.items():
         if x is None:
             continue
         _, _, step, last = x.stride()

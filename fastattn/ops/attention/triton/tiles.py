@@ -17,6 +17,7 @@ import triton.language as tl
 from fastattn.ops._dropout import keep_scale, threshold
 from fastattn.ops._triton_dropout import column_keys_kernel
 from fastattn.ops._triton_launch import BoundLaunch
+from fastattn.ops.attention.calls import CausalKind
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NEG_INF = tl.constexpr(float("-inf"))
@@ -52,8 +53,8 @@ class DiagonalBounds(NamedTuple):
 def diagonal_bounds(
     causal: int, window_left: int, window_right: int, M: int, N: int
 ) -> DiagonalBounds:
-    """Bounds by causal alignment (0 none, 1 top left, 2 bottom right) and window (-1 unlimited)."""
-    shift = N - M if causal == 2 else 0
+    """Bounds by causal alignment, of the tensors, and window (-1 unlimited)."""
+    shift = N - M if causal == CausalKind.BOTTOM_RIGHT else 0
     if causal:
         window_right = 0  # no window widens what causal allows
     low, high = shift - window_left, shift + window_right

@@ -98,15 +98,14 @@ class Oracle:
         self, name: str, value: Tensor, where: Index = (), *, rounded: bool = False
     ) -> Comparison:
         """Compares a result with the references, or a slice of it with their slice `where`.
-        rounded: allows 2 eps(dtype) mag more, for kernels that round scores, weights or their
+        rounded: allows eps(dtype) mag / 2 more, for kernels that round scores, weights or their
         gradients to the dtype.
         """
         exact = self.exact[name]
-        mag = self.magnitudes[name].expand_as(exact)
-        if rounded:
-            mag = mag * (1 + torch.finfo(self.dtype).eps / (4 * torch.finfo(torch.float32).eps))
+        mag = self.magnitudes[name].expand_as(exact)[where]
         dims = self.spec.slice_dims(name, exact)
-        return compare(value, exact[where], self.same[name][where], mag[where], dims)
+        rounding = torch.finfo(self.dtype).eps / 2 if rounded else 0.0
+        return compare(value, exact[where], self.same[name][where], mag, dims, rounding)
 
     def torch_errors(self) -> dict[str, float]:
         """The errors of PyTorch's operators on this sample; {} if they cannot compute it."""

@@ -225,12 +225,28 @@ def test_results_that_round_weights_are_imprecise() -> None:
         return textbook(q, k, v, scale=scale, compute=q.dtype)
 
     half: dict[str, Any] = {"dtype": torch.bfloat16}
-    report = judge(in_the_dtype, "scale_", **half)
+    report = judge(in_the_dtype, "scale_negative", **half)
     report.raise_if_failed()
     assert {r.kind for r in report.rows if r.status == "imprecise"} == {"value", "gradient"}
-    assert not failed(judge(textbook, "scale_", **half, require=(*HELD, "precision")))
-    strict = judge(in_the_dtype, "scale_", **half, require=(*HELD, "precision"))
+    assert not failed(judge(textbook, "scale_negative", **half, require=(*HELD, "precision")))
+    strict = judge(in_the_dtype, "scale_negative", **half, require=(*HELD, "precision"))
     assert failed(strict) and not any(row.status == "imprecise" for row in strict.rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("factor", [0.0, 1.5])
+def test_wrong_gradients_in_half_precision_are_not_imprecise(
+    factor: float, dtype: torch.dtype
+) -> None:
+    """Although roundings of the weights' gradients, at 2 eps mag, would explain them."""
+
+    def wrong_dk(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        return textbook(q, _Changed.apply(k, lambda d: factor * d), v, mask=mask)
+
+    samples = ("two_by_two", "plain", "odd_sizes", "bias_low")
+    rows = judge(wrong_dk, *samples, dtype=dtype, require=("value", "gradient")).rows
+    dks = [r for r in rows if r.result == "dk" and r.kind == "gradient"]
+    assert len(dks) > 3 and {r.status for r in dks} == {"FAIL"}
 
 
 def test_what_is_not_required_does_not_fail() -> None:

@@ -158,7 +158,8 @@ def implementation_from_elsewhere(spec: OpSpec, path: Path) -> Implementation:
         moving = [name for name, value in given.items() if value is task.inputs.get(name)]
         fixed = {name: value for name, value in given.items() if name not in moving}
         if any(isinstance(x, torch.Tensor) and x.is_floating_point() for x in fixed.values()):
-            return lambda inputs: loaded.call(spec, inputs)  # another layout of the data
+            # another layout of the data
+            return lambda inputs: loaded.call(spec, loaded.arguments(spec, inputs))
         return lambda inputs: loaded.function(**{n: inputs[n] for n in moving}, **fixed)
 
     def unsupported(task: Task) -> str | None:

@@ -61,9 +61,9 @@ class Implementation:
                     f"({', '.join(known)}), got {name}"
                 )
 
-    def call(self, spec: OpSpec, inputs: Inputs) -> tuple[Tensor, ...]:
+    def call(self, spec: OpSpec, arguments: Inputs) -> tuple[Tensor, ...]:
         """At most as many outputs as the op has results, in the layout of the results."""
-        found = self.function(**self.arguments(spec, inputs))
+        found = self.function(**arguments)
         outputs = tuple(found) if isinstance(found, tuple | list) else (found,)
         outputs = tuple(x for x in outputs[: len(spec.results)] if x is not None)
         if not outputs or not all(isinstance(x, Tensor) for x in outputs):

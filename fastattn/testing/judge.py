@@ -187,19 +187,20 @@ class _Trial:
 
     def run(self, inputs: Inputs, douts: tuple[Tensor, ...] | None = None) -> Results:
         """douts: the output gradients; None in the first run."""
-        before = {n: x.detach().clone() for n, x in inputs.items() if isinstance(x, Tensor)}
+        arguments = self.implementation.arguments(self.spec, inputs)
+        before = {n: x.detach().clone() for n, x in arguments.items() if isinstance(x, Tensor)}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            outputs = self.implementation.call(self.spec, inputs)
+            outputs = self.implementation.call(self.spec, arguments)
             if douts is None:
-                self._find_oracle(outputs, any(inputs[name].requires_grad for name in before))
+                self._find_oracle(outputs, any(arguments[name].requires_grad for name in before))
                 douts = self.oracle.douts
             pairs = zip(douts, outputs, strict=False)
             given = tuple(d.to(o.device, o.dtype, copy=True) for d, o in pairs)
             copies = [d.clone() for d in given]
             results = with_gradients(self.spec, self.sample, inputs, outputs, lambda *_: given)
         for name, x in before.items():
-            if not same_bits(x, inputs[name].detach()):
+            if not same_bits(x, arguments[name].detach()):
                 self.modified[name] = None
         for name, x, copy in zip(self.spec.results, given, copies, strict=False):
             if not same_bits(x, copy):

@@ -106,6 +106,13 @@ def in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out
 
 
+def lengths_in_place(q: Tensor, k: Tensor, v: Tensor, key_lengths: Any = None) -> Tensor:
+    out = textbook(q, k, v, key_lengths=None if key_lengths is None else key_lengths.clone())
+    if key_lengths is not None:
+        key_lengths.clamp_(min=1)
+    return out
+
+
 def writes_gradient(d: Tensor) -> Tensor:
     copy = d.clone()
     d.zero_()
@@ -162,6 +169,7 @@ WRONG: dict[str, tuple[Callable[..., Tensor], tuple[str, ...], set[str]]] = {
         {"value", "gradient"},
     ),
     "in place": (in_place, ("plain",), {"inputs"}),
+    "lengths in place": (lengths_in_place, ("key_lengths_zero",), {"inputs"}),
     "gradient in place": (
         lambda q, k, v: _Changed.apply(textbook(q, k, v), writes_gradient), ("plain",), {"inputs"},
     ),

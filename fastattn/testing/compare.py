@@ -47,8 +47,8 @@ def compare(
     actual: the result. ref64: the reference in fp64. same: the reference in the data's dtype. mag:
     in fp64, with ref64's shape.
     slice_dims: the number of leading dimensions that index slices; 0 if the tensor is one slice.
-    rounding: this times mag is allowed, too, but at most a quarter of the slice's largest element,
-    so that neither zeros nor 1.5 times the result pass by it.
+    rounding: this times mag is allowed, too, but at most a quarter of the slice's largest element
+    if zeros would not pass without it: neither they nor 1.5 times the result pass by it.
     """
     if actual.shape != ref64.shape:
         return _failure(f"shape {list(actual.shape)}, expected {list(ref64.shape)}")
@@ -76,8 +76,9 @@ def compare(
         + 2 * dtype.eps * largest
         + 8 * _FP32_EPS * magnitude
         + dtype.smallest_normal * dtype.eps / 2
-        + torch.minimum(rounding * magnitude, largest / 4)
     )
+    extra = rounding * magnitude
+    allowed += torch.where(largest > allowed, extra.clamp(max=largest / 4), extra)
     excess = (error / allowed.clamp_min(torch.finfo(torch.float64).tiny)).flatten()
     worst = int(excess.argmax())
     ok = bool((error <= allowed).all())

@@ -28,7 +28,7 @@ from fastattn.ops import _env, _native
 from fastattn.testing import lines
 from fastattn.testing.implementation import Implementation, load
 from fastattn.testing.isolation import Lost, run_isolated
-from fastattn.testing.judge import REQUIRED, judge_sample, required_kinds
+from fastattn.testing.judge import fail_what_always_raises, judge_sample, required_kinds
 from fastattn.testing.oracle import Oracle, output_gradients, run_op
 from fastattn.testing.poison import poisoned_results
 from fastattn.testing.properties import (
@@ -171,8 +171,8 @@ def add_arguments(
         help="instead of the backends: a function or module with the arguments of the op",
     )  # fmt: skip
     parser.add_argument(
-        "--require", type=lambda kinds: (*REQUIRED, *kinds.split(",")), default=REQUIRED,
-        metavar="KIND,KIND", help="with --implementation: further checks that must not fail",
+        "--require", default="", metavar="KIND,KIND",
+        help="with --implementation: further checks that must not fail",
     )  # fmt: skip
     parser.add_argument("--dtype", action="append", choices=sorted(DTYPES), help="only this dtype")
     parser.add_argument("--sample", action="append", help="only samples whose name contains this")
@@ -230,9 +230,11 @@ def run(options: argparse.Namespace) -> int:
     ValueError for invalid options.
     """
     device = options.device or _env.default_device()
-    rows = check_samples(options, device)
+    rows: Sequence[Row] = check_samples(options, device)
     if options.implementation:
-        print(Report(tuple(rows), device, required_kinds(options.require)).table(options.verbose))
+        report = _report(rows, options, device)
+        rows = report.rows
+        print(report.table(options.verbose))
     else:
         print_report(rows, device, options.verbose)
     if options.json and not _in_lines(options.json):
@@ -249,7 +251,7 @@ def check_implementation(
     device: torch.device | str | None = None,
     dtypes: Iterable[torch.dtype] | None = None,
     samples: str | Sequence[str] = (),
-    require: Sequence[str] = REQUIRED,
+    require: str | Sequence[str] = (),
     limit_s: int = 90,
 ) -> Report:
     """Checks a function or module that computes `op` against fp64, within the error budget of
@@ -262,8 +264,9 @@ def check_implementation(
     op: the name of a function, such as "attention" or "rms_norm".
     device: default cuda if there is one. dtypes: default fp32, bf16 and fp16.
     samples: parts of the names of the samples to run; default all.
-    require: the kinds of checks that count as failures, of `fastattn.testing.KINDS`; "padding"
-        stands for three. The others are reported.
+    require: kinds of checks that count as failures besides value, gradient and inputs, of
+        `fastattn.testing.KINDS`, such as "rerun,batch"; "padding" stands for three. The others are
+        reported.
     limit_s: with a name: a sample that takes longer counts as hanging.
     """
     name = implementation
@@ -274,14 +277,19 @@ def check_implementation(
     options = parser.parse_args([f"--op={op}", f"--implementation={name}"])
     options.sample = [samples] if isinstance(samples, str) else samples
     options.dtype = [NAMES[dtype] for dtype in dtypes or NAMES]
-    options.limit, options.require = limit_s, (required := required_kinds(require))
+    options.limit, options.require = limit_s, require
     device = _env.default_device() if device is None else torch.device(device)
     if isinstance(implementation, str):
-        return Report(tuple(check_samples(options, device)), device, required)
+        return _report(check_samples(options, device), options, device)
     cases, judged = _cases(options, device), Implementation(name, implementation)
     judged.check_signature(op)
     rows = [row for case in cases for row in _judge_case(case, judged)]
-    return Report(tuple(rows), device, required)
+    return _report(rows, options, device)
+
+
+def _report(rows: Iterable[Row], options: argparse.Namespace, device: torch.device) -> Report:
+    require = required_kinds(options.require)
+    return Report(tuple(fail_what_always_raises(rows, require)), device, require)
 
 
 def check_samples(options: argparse.Namespace, device: torch.device) -> list[Row]:

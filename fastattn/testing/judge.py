@@ -59,13 +59,15 @@ _PROPERTIES: dict[str, Callable[[Case], Faults | None]] = {
 # What may be required. "precision": no result passes only because scores or weights may be rounded
 # to the dtype. "call": no exception but NotImplementedError.
 KINDS = ("value", "gradient", "precision", "call", "inputs", "empty rows", *_PROPERTIES)
-REQUIRED = ("value", "gradient", "inputs")
+_REQUIRED = ("value", "gradient", "inputs")
 
 
-def required_kinds(names: Iterable[str]) -> tuple[str, ...]:
-    """The kinds with these names, in which "padding" stands for its three kinds."""
-    found: dict[str, None] = {}
-    for name in names:
+def required_kinds(names: str | Iterable[str] = ()) -> tuple[str, ...]:
+    """The kinds that are always required, and those with these names, or with a name such as
+    "rerun,batch"; "padding" stands for its three kinds.
+    """
+    found = dict.fromkeys(_REQUIRED)
+    for name in names.split(",") if isinstance(names, str) and names else names:
         kinds = [k for k in KINDS if k == name or (name == "padding" and name in k)]
         if not kinds:
             raise ValueError(f"require must be of {', '.join((*KINDS, 'padding'))}, got {name!r}")
@@ -95,7 +97,9 @@ def judge_sample(
     def not_run(result: str, kind: str, error: Exception) -> Row:
         if isinstance(error, NotImplementedError):
             return row(result, kind, "refused", str(error))
-        return fault(result, "call", f"{type(error).__name__}: {error}", "raised")
+        status = "FAIL" if "call" in require else "raised"
+        kind = "call" if "call" in require else kind
+        return row(result, kind, status, f"{type(error).__name__}: {error}")
 
     given = sample.inputs("cpu", dtype)
     if own := [why for name, why in _OWN.items() if given.get(name)]:
@@ -159,6 +163,19 @@ def judge_sample(
             if kind == "rerun" and faults:  # the others compare bits
                 break
     return rows
+
+
+def fail_what_always_raises(rows: Iterable[Row], require: tuple[str, ...]) -> list[Row]:
+    """The rows, with FAIL for what raised if it is required and holds for no sample."""
+    rows = list(rows)
+    held = {row.kind for row in rows if row.status in ("ok", "imprecise")}
+    wrong = {*require} - held
+    return [
+        dataclasses.replace(row, status="FAIL", message=f"{row.message} (holds for no sample)")
+        if row.status == "raised" and row.kind in wrong
+        else row
+        for row in rows
+    ]
 
 
 class _Trial:

@@ -19,7 +19,7 @@ _SIZED = ("value", "gradient")  # kinds of rows that have an error
 _MAX_SHOWN = 20  # failures, and reasons of a status
 
 
-def print_report(rows: list[Row], device: torch.device, verbose: bool) -> None:
+def print_report(rows: Sequence[Row], device: torch.device, verbose: bool) -> None:
     print(_env.device_name(device))
     print(", ".join(f"{name} {version}" for name, version in _env.versions().items()))
     print(

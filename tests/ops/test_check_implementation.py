@@ -252,16 +252,45 @@ def test_wrong_gradients_in_half_precision_are_not_imprecise(
         return textbook(q, _Changed.apply(k, lambda d: factor * d), v, mask=mask)
 
     samples = ("two_by_two", "plain", "odd_sizes", "bias_low")
-    rows = judge(wrong_dk, *samples, dtype=dtype, require=("value", "gradient")).rows
+    rows = judge(wrong_dk, *samples, dtype=dtype, require=()).rows
     dks = [r for r in rows if r.result == "dk" and r.kind == "gradient"]
     assert len(dks) > 3 and {r.status for r in dks} == {"FAIL"}
 
 
 def test_what_is_not_required_does_not_fail() -> None:
-    report = judge(WRONG["NaN rows"][0], "bool_mask_rows", require=("value", "gradient"))
+    report = judge(WRONG["NaN rows"][0], "bool_mask_rows", require=())
     report.raise_if_failed()
     [out, *_] = [row for row in report.rows if row.status == "differs"]
     assert (out.kind, out.result, out.message) == ("empty rows", "out", "nan, expected 0")
+
+
+def test_required_kinds() -> None:
+    """Given kinds, or their names in a string, are required besides the others."""
+    for require in ("rerun,batch bits", ("rerun", "batch bits")):
+        report = judge(WRONG["split by batch"][0], "plain", require=require)
+        assert report.require == ("value", "gradient", "inputs", "rerun", "batch bits")
+        assert failed(report) == {"batch bits"}
+
+
+def test_a_backward_that_always_raises_fails() -> None:
+    """One that raises for some samples is reported: it may lack support for them."""
+
+    def raises(d: Tensor) -> Tensor:
+        raise RuntimeError("out of registers")
+
+    def always(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _Changed.apply(textbook(q, k, v), raises)
+
+    def sometimes(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return textbook(q, k, v) if q.shape[2] == 1 else always(q, k, v)
+
+    report = judge(always, "odd_sizes", "one_by_one", require=())
+    assert failed(report) == {"gradient"}
+    message = "RuntimeError: out of registers (holds for no sample)"
+    assert {r.message for r in report.rows if r.status == "FAIL"} == {message}
+    rows = judge(sometimes, "odd_sizes", "one_by_one", require=()).rows
+    assert {r.status for r in rows if r.result == "gradients"} == {"raised"}
+    assert not any(r.status == "FAIL" for r in rows)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
@@ -318,7 +347,7 @@ def test_pytorchs_attention_passes(dtype: torch.dtype) -> None:
     parts = ("lengths", "mask", "bias", "window", "combined", "top_left", "bottom_right", "gqa")
     names = [s.name for s in all_specs()["attention"].samples if any(p in s.name for p in parts)]
     samples = names[dtype is FP32 :: 2]
-    report = judge(sdpa, *samples, dtype=dtype, require=("value", "gradient", "inputs", "call"))
+    report = judge(sdpa, *samples, dtype=dtype, require="call")
     report.raise_if_failed()
     own = ("alibi_slopes", "softcap", "sinks", "relative_bias", "block_table", "relative_buckets",
            "relative_max_distance")  # fmt: skip

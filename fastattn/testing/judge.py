@@ -47,7 +47,22 @@ def _fresh_memory(case: Case) -> Faults:
     return {n: f"with NaN in new memory: {c.message}" for n, c in found.items() if not c.ok}
 
 
-_PROPERTIES: dict[str, Callable[[Case], Faults | None]] = {
+def _inference(case: Case) -> Faults:
+    """Compares outputs of calls that need no gradient."""
+    fixed = {n: x.detach() if isinstance(x, Tensor) else x for n, x in case.make().items()}
+    with torch.no_grad():
+        found = {"with torch.no_grad": case.run(case.make(), case.douts)}
+    with torch.inference_mode():
+        found["in inference mode"] = case.run(fixed, case.douts)
+    faults = {}
+    for where, results in found.items():
+        for name, value in results.items():
+            if not (comparison := case.judge(name, value, ())).ok:
+                faults[name] = f"{where}: {comparison.message}"
+    return faults
+
+
+_CONVENTIONS: dict[str, Callable[[Case], Faults | None]] = {
     "fresh memory": _fresh_memory,
     "batch": functools.partial(batch, bitwise=False),
     "rerun": rerun,
@@ -58,15 +73,15 @@ _PROPERTIES: dict[str, Callable[[Case], Faults | None]] = {
 }
 # What may be required. "precision": no result passes only because scores or weights may be rounded
 # to the dtype. "call": no exception but NotImplementedError.
-KINDS = ("value", "gradient", "precision", "call", "inputs", "empty rows", *_PROPERTIES)
-_REQUIRED = ("value", "gradient", "inputs")
+_ALWAYS_REQUIRED = ("value", "gradient", "inputs", "expanded gradient", "inference")
+KINDS = (*_ALWAYS_REQUIRED, "precision", "call", "empty rows", *_CONVENTIONS)
 
 
 def required_kinds(names: str | Iterable[str] = ()) -> tuple[str, ...]:
     """The kinds that are always required, and those with these names, or with a name such as
     "rerun,batch"; "padding" stands for its three kinds.
     """
-    found = dict.fromkeys(_REQUIRED)
+    found = dict.fromkeys(_ALWAYS_REQUIRED)
     for name in names.split(",") if isinstance(names, str) and names else names:
         kinds = [k for k in KINDS if k == name or (name == "padding" and name in k)]
         if not kinds:
@@ -152,7 +167,8 @@ def judge_sample(
     rows += [] if trial.modified else [row("all", "inputs", "ok")]
     if right and not sample.name.startswith(DRAWN):
         case = trial.case(results)
-        for kind, faults_of in _PROPERTIES.items():
+        universal = {"expanded gradient": trial.expanded_gradient, "inference": _inference}
+        for kind, faults_of in (universal | _CONVENTIONS).items():
             try:
                 faults = faults_of(case)
             except Exception as error:
@@ -192,7 +208,7 @@ class _Trial:
         device: torch.device,
     ):
         self.sample = dataclasses.replace(sample, make=functools.partial(_universal, spec, sample))
-        self.spec, self.dtype, self.device = spec, dtype, device
+        self.op, self.spec, self.dtype, self.device = spec, spec, dtype, device
         self.implementation = implementation
         self.modified: dict[str, None] = {}
         self.dead = spec.dead(self.sample.inputs("cpu", dtype))
@@ -203,7 +219,7 @@ class _Trial:
         return self.sample.inputs(self.device, self.dtype)
 
     def run(self, inputs: Inputs, douts: tuple[Tensor, ...] | None = None) -> Results:
-        """douts: the output gradients; None in the first run."""
+        """douts: the output gradients, or numbers to expand; None in the first run."""
         arguments = self.implementation.arguments(self.spec, inputs)
         before = {n: x.detach().clone() for n, x in arguments.items() if isinstance(x, Tensor)}
         with warnings.catch_warnings():
@@ -212,10 +228,13 @@ class _Trial:
             if douts is None:
                 self._find_oracle(outputs, any(arguments[name].requires_grad for name in before))
                 douts = self.oracle.douts
-            pairs = zip(douts, outputs, strict=False)
-            given = tuple(d.to(o.device, o.dtype, copy=True) for d, o in pairs)
+            given = []
+            for dout, output in zip(douts, outputs, strict=False):
+                dout = dout.to(output.device, output.dtype, copy=True)
+                given.append(dout if dout.dim() else dout.expand_as(output))
             copies = [d.clone() for d in given]
-            results = with_gradients(self.spec, self.sample, inputs, outputs, lambda *_: given)
+            douts = tuple(given)
+            results = with_gradients(self.spec, self.sample, inputs, outputs, lambda *_: douts)
         for name, x in before.items():
             if not same_bits(x, arguments[name].detach()):
                 self.modified[name] = None
@@ -244,6 +263,27 @@ class _Trial:
             if output.shape == exact.shape and name in self.dead and bool(self.dead[name].any()):
                 positions = self.dead[name].expand_as(exact)
                 self.defined[name] = positions, float(exact[positions][0])
+
+    def expanded_gradient(self, case: Case) -> Faults | None:
+        """Compares gradients for an output gradient of 1 with stride 0, as `out.sum().backward()`
+        gives, in samples without empty rows.
+        """
+        dead = [bool(self.dead[name].any()) for name in self.spec.results if name in self.dead]
+        if any(dead) or not self.sample.gradients:
+            return None
+        numbers = [torch.tensor(float(i == 0)) for i in range(len(self.op.results))]
+
+        def douts(spec: OpSpec, sample: Sample, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return tuple(x.to(o).expand_as(o) for x, o in zip(numbers, outputs, strict=True))
+
+        oracle = Oracle(self.op, self.sample, self.dtype, douts)
+        results = self.run(self.make(), tuple(numbers))
+        found = {
+            name: oracle.judge(name, value, rounded=True)
+            for name, value in results.items()
+            if name not in self.spec.results
+        }
+        return {name: c.message for name, c in found.items() if not c.ok}
 
     def with_defined_rows(self, inputs: Inputs, results: Results) -> Results:
         """The results with defined values at dead positions of the outputs."""

@@ -55,7 +55,7 @@ def with_gradients(
     leaves = [
         n for n in sample.gradients if isinstance(inputs.get(n), Tensor) and inputs[n].requires_grad
     ]
-    if not leaves:
+    if not leaves or not torch.is_grad_enabled():
         return named
     given = (douts or output_gradients)(spec, sample, outputs)
     differentiable = [i for i, output in enumerate(outputs) if output.requires_grad]

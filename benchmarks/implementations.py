@@ -82,15 +82,15 @@ class Implementation:
         return f"has no {' and '.join(missing)}" if missing else self.unsupported(task)
 
 
-def _with_prepared_inputs(spec: OpSpec, backend: str | None) -> Forward:
+def _with_prepared_inputs(prepare: Callable[[Inputs], Inputs], call: Forward) -> Forward:
     """Inputs are prepared when they are first used, which the calls before a timing do."""
     prepared: list[tuple[Inputs, Inputs]] = []
 
     def forward(inputs: Inputs) -> Any:
         for given, ready in prepared:
             if given is inputs:
-                return spec.function(**ready, backend=backend)
-        prepared.append((inputs, spec.prepare(inputs)))
+                return call(ready)
+        prepared.append((inputs, prepare(inputs)))
         return forward(inputs)
 
     return forward
@@ -107,9 +107,12 @@ def fastattn_backends(spec: OpSpec, device_type: str) -> list[Implementation]:
             with torch.no_grad(), explaining() as choices:
                 spec.function(**task.inputs)
             requested = None if backend == choices[0].chosen else backend
-            if spec.prepare(task.inputs) is task.inputs:
-                return lambda inputs: spec.function(**inputs, backend=requested)
-            return _with_prepared_inputs(spec, requested)
+
+            def call(inputs: Inputs) -> Any:
+                return spec.function(**inputs, backend=requested)
+
+            unchanged = spec.prepare(task.inputs) is task.inputs
+            return call if unchanged else _with_prepared_inputs(spec.prepare, call)
 
         return Implementation(
             f"fastattn-{backend or _AUTOMATIC}",
@@ -158,8 +161,9 @@ def implementation_from_elsewhere(spec: OpSpec, path: Path) -> Implementation:
         moving = [name for name, value in given.items() if value is task.inputs.get(name)]
         fixed = {name: value for name, value in given.items() if name not in moving}
         if any(isinstance(x, torch.Tensor) and x.is_floating_point() for x in fixed.values()):
-            # another layout of the data
-            return lambda inputs: loaded.call(spec, loaded.arguments(spec, inputs))
+            # Another layout of the data
+            arguments = functools.partial(loaded.arguments, spec)
+            return _with_prepared_inputs(arguments, functools.partial(loaded.call, spec))
         return lambda inputs: loaded.function(**{n: inputs[n] for n in moving}, **fixed)
 
     def unsupported(task: Task) -> str | None:

@@ -91,6 +91,7 @@ class Implementation:
         return given
 
 
+@functools.cache
 def _public_arguments(op: str) -> dict[str, Any]:
     """The arguments of the public function with their defaults, or `inspect.Parameter.empty`."""
     parameters = inspect.signature(getattr(functional, op)).parameters

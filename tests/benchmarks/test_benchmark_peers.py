@@ -31,6 +31,7 @@ from fastattn.ops.attention.spec_workloads import (
     packed_workload,
     padded_workload,
 )
+from fastattn.testing import implementation
 from fastattn.testing.spec import Workload
 
 CPU = torch.device("cpu")
@@ -522,3 +523,31 @@ def test_implementations_from_elsewhere(tmp_path: Path) -> None:
         "full": None, "causal": None, "window": "takes no window", "bias": "takes no mask",
         "grouped": None,
     }  # fmt: skip
+
+
+def test_packed_sequences_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The function gets tokens first. Which arguments it gets is found once for some inputs."""
+    (tmp_path / "packed_kernels.py").write_text(
+        "import fastattn\n"
+        "def attend(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):\n"
+        "    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k\n"
+        "    return fastattn.attention_varlen(q, k, v, *lengths)\n"
+    )
+    found = cases.implementations_of(
+        "attention_varlen", "cpu", [tmp_path / "packed_kernels:attend"]
+    )
+    [candidate] = [c for c in found if c.name == "packed_kernels:attend"]
+    benchmark = OpBenchmark(cases.specs()["attention_varlen"], PACKED, CPU, torch.float32)
+    benchmark.prepare_oracle(candidate)
+    benchmark.build(candidate)
+    assert all(benchmark.check(candidate, d).ok for d in ("fwd", "bwd"))
+    asked, arguments = [], implementation.Implementation.arguments
+    monkeypatch.setattr(
+        implementation.Implementation,
+        "arguments",
+        lambda *call: asked.append(call) or arguments(*call),
+    )
+    forward = candidate.build(benchmark.task)
+    for _ in range(3):
+        forward(benchmark.inputs)
+    assert len(asked) == 2  # when it was built, and for these inputs

@@ -68,6 +68,9 @@ def settings_of(options: argparse.Namespace) -> Settings:
 
 
 def files_of(options: argparse.Namespace) -> tuple[Path, ...]:
+    for name in options.implementation:
+        if ":" not in name:
+            raise ValueError(f"an implementation must be named module:attribute, got {name!r}")
     named = [Path.cwd() / name for name in options.implementation]
     return (*(options.peer or ()), *named)
 
@@ -79,15 +82,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     if options.implementation and len(options.op or ()) != 1:
         parser.error("--implementation needs one --op")
-    groups = cases.groups(
-        options.device,
-        only_ops=options.op or (),
-        match=options.match,
-        dtypes=options.dtype or (),
-        quick=options.quick,
-        every_implementation=options.all,
-        peer_files=files_of(options),
-    )
+    try:
+        groups = cases.groups(
+            options.device,
+            only_ops=options.op or (),
+            match=options.match,
+            dtypes=options.dtype or (),
+            quick=options.quick,
+            every_implementation=options.all,
+            peer_files=files_of(options),
+        )
+    except ValueError as error:  # in the names of implementations or files of peers
+        parser.error(str(error))
     if options.list:
         print("\n".join(name for group in groups for name in group.cases))
         return 0

@@ -249,7 +249,7 @@ def check_implementation(
     op: str,
     *,
     device: torch.device | str | None = None,
-    dtypes: Iterable[torch.dtype] | None = None,
+    dtypes: torch.dtype | Iterable[torch.dtype] | None = None,
     samples: str | Sequence[str] = (),
     require: str | Sequence[str] = (),
     limit_s: int = 90,
@@ -276,7 +276,10 @@ def check_implementation(
     add_arguments(parser)
     options = parser.parse_args([f"--op={op}", f"--implementation={name}"])
     options.sample = [samples] if isinstance(samples, str) else samples
-    options.dtype = [NAMES[dtype] for dtype in dtypes or NAMES]
+    dtypes = [dtypes] if isinstance(dtypes, torch.dtype) else list(dtypes or NAMES)
+    if unknown := [dtype for dtype in dtypes if dtype not in NAMES]:
+        raise ValueError(f"dtypes must be of {', '.join(map(str, NAMES))}, got {unknown[0]}")
+    options.dtype = [NAMES[dtype] for dtype in dtypes]
     options.limit, options.require = limit_s, require
     device = _env.default_device() if device is None else torch.device(device)
     if isinstance(implementation, str):

@@ -51,15 +51,21 @@ class Implementation:
 
     def check_signature(self, op: str) -> None:
         """Raises ValueError if no call of the op has all arguments that it requires."""
-        known = _public_arguments(op)
-        for name, p in self.parameters.items():
-            variable = p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-            required = p.default is p.empty and not variable and name not in known
-            if required or p.kind == p.POSITIONAL_ONLY:
-                raise ValueError(
-                    f"{self.name} must have parameters of fastattn.{op}, passed by name "
-                    f"({', '.join(known)}), got {name}"
-                )
+        known, parameters = _public_arguments(op), self.parameters.values()
+        variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        wrong = [
+            f"{p.kind.description} {p.name}"
+            for p in parameters
+            if p.kind == p.POSITIONAL_ONLY
+            or (p.kind not in variable and p.default is p.empty and p.name not in known)
+        ]
+        if not any(p.name in known or p.kind == p.VAR_KEYWORD for p in parameters):
+            wrong.append(f"({', '.join(map(str, parameters))})")
+        if wrong:
+            raise ValueError(
+                f"{self.name} must have parameters of fastattn.{op}, passed by name "
+                f"({', '.join(known)}), got {wrong[0]}"
+            )
 
     def call(self, spec: OpSpec, arguments: Inputs) -> tuple[Tensor, ...]:
         """At most as many outputs as the op has results, in the layout of the results."""
@@ -95,7 +101,11 @@ class Implementation:
 def _public_arguments(op: str) -> dict[str, Any]:
     """The arguments of the public function with their defaults, or `inspect.Parameter.empty`."""
     parameters = inspect.signature(getattr(functional, op)).parameters
-    return {name: p.default for name, p in parameters.items() if name not in _NOT_PASSED}
+    return {
+        name: p.default
+        for name, p in parameters.items()
+        if name not in _NOT_PASSED and p.kind != p.VAR_KEYWORD
+    }
 
 
 def _differ(value: Any, default: Any) -> bool:

@@ -4,13 +4,17 @@ Workers run many cases, because importing PyTorch and opening a GPU takes second
 GPU does not work after a case is replaced.
 """
 
+import contextlib
 import multiprocessing
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from types import ModuleType
 from typing import Any, Generic, TypeVar
+from unittest import mock
 
 import torch
 
@@ -71,7 +75,8 @@ def run_isolated(
     def start() -> _Worker[C, R]:
         pipe, worker_pipe = context.Pipe()
         process = context.Process(target=_work, args=(worker_pipe, function), daemon=True)
-        process.start()
+        with _without_main(function):
+            process.start()
         worker_pipe.close()
         return _Worker(process, pipe)
 
@@ -126,6 +131,16 @@ def run_isolated(
     finally:
         for worker in [*busy.values(), *idle]:
             _stop(worker)
+
+
+@contextlib.contextmanager
+def _without_main(function: Callable[..., Any]) -> Iterator[None]:
+    """A process that starts inside does not import the main module, which runs the checks again if
+    it is a script without `if __name__ == "__main__"`.
+    """
+    replaced = {} if function.__module__ == "__main__" else {"__main__": ModuleType("__main__")}
+    with mock.patch.dict(sys.modules, replaced):
+        yield
 
 
 def _work(pipe: Connection, function: Callable[[Any], Any]) -> None:

@@ -125,8 +125,8 @@ class Report:
             messages = Counter(
                 f"{row.kind}: {text}" if status == "differs" else text
                 for row in self.rows
-                for text in row.message.split("; ")
                 if row.status == status
+                for text in _reasons(row.message)
             )
             texts += [f"{status}: {n} x {text}" for text, n in messages.most_common(_MAX_SHOWN)]
         failed = [row for row in self.rows if row.status == "FAIL"]
@@ -143,6 +143,12 @@ class Report:
         """Raises AssertionError with the table if a row failed or nothing could be checked."""
         if any(row.status == "FAIL" for row in self.rows) or nothing_checked(self.rows):
             raise AssertionError(self.table())
+
+
+def _reasons(message: str) -> list[str]:
+    """Each argument that a signature lacks on its own, else the whole message."""
+    parts = message.split("; ")
+    return parts if all(part.startswith("takes no ") for part in parts) else [message]
 
 
 def _torch_errors(rows: Sequence[Row]) -> list[str]:

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import cases, generation, score_changes
+from benchmarks import cases, generation, run, score_changes
 from benchmarks.generation import DecodeSize, GenerationBenchmark
 from benchmarks.implementations import Implementation, Task
 from benchmarks.op_benchmark import OpBenchmark
@@ -523,6 +523,23 @@ def test_implementations_from_elsewhere(tmp_path: Path) -> None:
         "full": None, "causal": None, "window": "takes no window", "bias": "takes no mask",
         "grouped": None,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("their_kernels", "must be named module:attribute, got 'their_kernels'"),
+        ("their_kernels:absent", "has no attribute 'absent'"),
+    ],
+)
+def test_wrong_names_from_elsewhere(
+    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    (tmp_path / "their_kernels.py").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        run.main(["--device=cpu", "--op=attention", f"--implementation={name}", "--list"])
+    assert message in capsys.readouterr().err
 
 
 def test_packed_sequences_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -305,8 +306,16 @@ def _misbehave(case: str) -> str:
     return f"{case} {os.getpid()}"
 
 
-def test_crashed_cases_do_not_affect_others() -> None:
-    """Crashes, hangs and GPU errors end their process; the other cases give their results."""
+def test_crashed_cases_do_not_affect_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Crashes, hangs and GPU errors end their process; the other cases give their results. A script
+    that runs them need not keep its processes from running it again.
+    """
+    script = ModuleType("__main__")
+    script.__file__ = str(tmp_path / "script.py")
+    (tmp_path / "script.py").write_text("raise SystemExit(3)")
+    monkeypatch.setitem(sys.modules, "__main__", script)
     cases = ["first", "dies", "second", "breaks the GPU", "third", "raises", "fourth", "hangs"]
     found = dict(isolation.run_isolated(_misbehave, cases, jobs=1, limit_s=3.0))
     assert found.keys() == set(range(len(cases)))

@@ -400,10 +400,29 @@ def test_modules_and_their_signatures() -> None:
     for wrong in (Attention, F.scaled_dot_product_attention):
         with pytest.raises(ValueError, match="must be a function, or a module, with a signature"):
             judge(wrong, "plain")
-    with pytest.raises(ValueError, match=r"must have parameters of fastattn.attention.*got query"):
-        judge(lambda query, key, value: query, "plain")
+    for function, named in {
+        lambda query, key, value: query: "positional or keyword query",
+        lambda q, k, v, /: q: "positional-only q",
+        lambda q, k, v, unknown: q: "positional or keyword unknown",
+        lambda *args: args[0]: r"\(\*args\)",
+    }.items():
+        with pytest.raises(ValueError, match=rf"parameters of fastattn.attention.*got {named}$"):
+            judge(function, "plain")
+    with pytest.raises(ValueError, match=r"dtypes must be of .*bfloat16.*got torch.float64"):
+        judge(textbook, "plain", dtype=torch.float64)
     with pytest.raises(ValueError, match=r"require must be of value, .* padding, got 'speed'"):
         judge(textbook, "plain", require=("speed",))
+
+
+def test_reasons_are_counted() -> None:
+    """Each argument that a signature lacks, and a message once, whatever it contains."""
+
+    def refuses(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        raise NotImplementedError("needs a GPU; needs a driver")
+
+    table = judge(refuses, "plain", "combined_4").table()
+    assert "refused: 1 x needs a GPU; needs a driver" in table
+    assert "refused: 1 x takes no causal" in table and "refused: 1 x takes no window" in table
 
 
 def test_a_forward_alone_is_checked_without_gradients() -> None:

@@ -8,6 +8,7 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import pkgutil
 import sys
 from collections.abc import Callable, Sequence
@@ -19,8 +20,9 @@ import torch
 
 import fastattn
 from fastattn.ops._select import explaining
-from fastattn.testing.implementation import load
-from fastattn.testing.spec import Inputs, OpSpec, Workload
+from fastattn.testing.implementation import Implementation as Judged
+from fastattn.testing.implementation import dense_mask, load
+from fastattn.testing.spec import Inputs, OpSpec, Workload, all_specs
 
 Forward = Callable[[Inputs], Any]
 # A value of `Implementation.workloads`: runs only when requested by name.
@@ -147,35 +149,74 @@ def weights_are_too_large(task: Task, copies: int) -> str | None:
     return f"stores {size:.0f} GiB of weights here" if size > limit else None
 
 
-def implementation_from_elsewhere(spec: OpSpec, path: Path) -> Implementation:
-    """A function or module of a reader, FOLDER/MODULE:ATTRIBUTE, with arguments of the public
-    function. Which of them it gets is found once.
+def adapter(
+    name: str,
+    op: str,
+    function: Callable[..., Any],
+    *,
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
+    **about: Any,
+) -> Implementation:
+    """A function or module with arguments of the public function, as the judge calls it. Which of
+    them it gets is found once. wrap: such as torch.compile. about: of `Implementation`.
     """
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
-    loaded = load(path.name)
-    loaded.check_signature(spec.name)
+    spec, judged = all_specs()[op], Judged(name, function)
+    judged.check_signature(op)
 
     def build(task: Task) -> Forward:
-        given = loaded.arguments(spec, task.inputs)
+        given = judged.arguments(spec, task.inputs)
         moving = [name for name, value in given.items() if value is task.inputs.get(name)]
         fixed = {name: value for name, value in given.items() if name not in moving}
+        call = wrap(function)
         if any(isinstance(x, torch.Tensor) and x.is_floating_point() for x in fixed.values()):
             # Another layout of the data
-            arguments = functools.partial(loaded.arguments, spec)
-            return _with_prepared_inputs(arguments, functools.partial(loaded.call, spec))
-        return lambda inputs: loaded.function(**{n: inputs[n] for n in moving}, **fixed)
+            layout = functools.partial(judged.arguments, spec)
+            return _with_prepared_inputs(layout, functools.partial(Judged(name, call).call, spec))
+        return lambda inputs: call(**{n: inputs[n] for n in moving}, **fixed)
 
     def unsupported(task: Task) -> str | None:
         try:
-            loaded.arguments(spec, task.inputs)
+            judged.arguments(spec, task.inputs)
         except NotImplementedError as refusal:
             return str(refusal)
         return None
 
     return Implementation(
-        loaded.name, (spec.name,), build, unsupported=unsupported, scores=SCORE_ARGUMENTS
+        name, (op,), build, unsupported=unsupported, scores=SCORE_ARGUMENTS, **about
     )
+
+
+def implementation_from_elsewhere(op: str, path: Path) -> Implementation:
+    """A function or module of a reader, FOLDER/MODULE:ATTRIBUTE."""
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    return adapter(path.name, op, load(path.name).function)
+
+
+_RESTRICTIONS = ("key_lengths", "query_lengths", "causal", "window")
+
+
+def with_dense_mask(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of q, k, v and mask with every restriction of attention, which are all in the mask
+    that it gets.
+    """
+
+    @functools.wraps(function)
+    def call(q: torch.Tensor, k: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        restrictions = {name: options.pop(name, None) for name in _RESTRICTIONS}
+        restrictions["causal"] = restrictions["causal"] or False
+        mask = dense_mask(q, k, mask=options.pop("mask", None), **restrictions)
+        return function(q, k, *rest, mask=mask, **options)
+
+    signature = inspect.signature(function)
+    kind = inspect.Parameter.KEYWORD_ONLY
+    more = [
+        inspect.Parameter(n, kind, default=False if n == "causal" else None) for n in _RESTRICTIONS
+    ]
+    vars(call)["__signature__"] = signature.replace(
+        parameters=[*signature.parameters.values(), *more]
+    )
+    return call
 
 
 def can_import(module: str) -> bool:
@@ -238,6 +279,6 @@ def implementations(
     FOLDER/MODULE:ATTRIBUTE.
     """
     found = fastattn_backends(spec, device_type)
-    found += [implementation_from_elsewhere(spec, path) for path in files if ":" in path.name]
+    found += [implementation_from_elsewhere(spec.name, path) for path in files if ":" in path.name]
     others = peers(tuple(path for path in files if ":" not in path.name))
     return found + [p for p in others if spec.name in p.ops and device_type in p.device_types]

@@ -11,7 +11,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.implementations import ON_REQUEST, Forward, Implementation, Task
+from benchmarks.implementations import (
+    ON_REQUEST,
+    Forward,
+    Implementation,
+    Task,
+    with_dense_mask,
+)
 from fastattn import functional
 from fastattn.testing.spec import Inputs
 
@@ -20,6 +26,35 @@ _WORKLOADS = (
     r"s8192_d128_causal$|s1024_d64_padded|s2048_d128_padded_both|s4096_d128_bool_mask"
     r"|_alibi$|_softcap$|_relative$"
 )
+
+
+@with_dense_mask
+def flex(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Not compiled, by a score modification that reads a dense mask."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    if mask is not None:
+        mask = mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+
+    def changed(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        s = s if softcap is None else torch.tanh(s / softcap) * softcap
+        if mask is None:
+            return s
+        if mask.dtype == torch.bool:
+            return torch.where(mask[b, h, i, j], s, -torch.inf)
+        return s + mask[b, h, i, j]
+
+    out = flex_attention(q, k, v, changed, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    assert isinstance(out, Tensor)
+    return out
 
 
 def _unsupported(task: Task) -> str | None:

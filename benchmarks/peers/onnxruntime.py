@@ -1,8 +1,10 @@
 """onnxruntime with fastattn's model exported to ONNX: the encoder, and the decoder's cached step.
 
-The search is greedy; the cache goes into each step and comes out of it.
+The search is greedy; the cache goes into each step and comes out of it. For the conformance of
+implementations: ONNX's operator Attention.
 """
 
+import functools
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from benchmarks.implementations import (
     can_import,
     needs_package,
     package_version,
+    with_dense_mask,
 )
 from benchmarks.own_process import Decode, DecoderTask, OwnProcess, Tokens
 
@@ -100,6 +103,51 @@ def _session(module: nn.Module, inputs: tuple[Any, ...], threads: int) -> Any:
         path = Path(folder) / "model.onnx"
         exported.save(path)
         return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+
+@functools.cache
+def _operator(dtype: torch.dtype, mask: torch.dtype | None, options: tuple[Any, ...]) -> Any:
+    """A session with ONNX's operator Attention and these attributes."""
+    import onnxruntime
+    from onnx import TensorProto, helper
+
+    types = {torch.float32: TensorProto.FLOAT, torch.float16: TensorProto.FLOAT16,
+             torch.bool: TensorProto.BOOL}  # fmt: skip
+    named = {"q": dtype, "k": dtype, "v": dtype, **({} if mask is None else {"mask": mask})}
+    inputs, [out] = (
+        [helper.make_tensor_value_info(n, types[t], [None] * 4) for n, t in each.items()]
+        for each in (named, {"out": dtype})
+    )
+    node = helper.make_node("Attention", list(named), ["out"], **dict(options))
+    graph = helper.make_graph([node], "attention", inputs, [out])
+    opset = helper.make_opsetid("", 23)
+    model = helper.make_model(graph, opset_imports=[opset], ir_version=11)  # those of 2025
+    content = model.SerializeToString()
+    return onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+
+
+@with_dense_mask
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    if q.dtype == torch.bfloat16 or (mask is not None and mask.dtype not in (torch.bool, q.dtype)):
+        raise NotImplementedError("has kernels for fp32 and fp16, with masks of that dtype")
+    if scale is not None and scale <= 0:
+        raise NotImplementedError("takes scales above 0")
+    if softcap is not None and mask is not None:
+        raise NotImplementedError("limits the sum of score and mask")
+    given = {"scale": scale, "softcap": softcap}
+    options = tuple((name, value) for name, value in given.items() if value is not None)
+    session = _operator(q.dtype, None if mask is None else mask.dtype, options)
+    inputs = {"q": q, "k": k, "v": v, **({} if mask is None else {"mask": mask})}
+    feed = {name: x.detach().contiguous().numpy() for name, x in inputs.items()}
+    return torch.from_numpy(session.run(None, feed)[0])
 
 
 def _unavailable() -> str | None:

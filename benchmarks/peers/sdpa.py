@@ -13,9 +13,50 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.implementations import Forward, Implementation, Task, weights_are_too_large
+from benchmarks.implementations import (
+    Forward,
+    Implementation,
+    Task,
+    weights_are_too_large,
+    with_dense_mask,
+)
 from fastattn import functional
 from fastattn.testing.spec import Inputs
+
+
+def sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    causal: bool | str = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    if causal not in (False, True, "top_left") or (causal and mask is not None):
+        raise NotImplementedError("takes a mask, or causality aligned with the top left")
+    if mask is not None and mask.dtype not in (torch.bool, q.dtype):
+        raise NotImplementedError("takes masks of q's dtype")
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, dropout_p, bool(causal), scale=scale, enable_gqa=grouped
+    )
+
+
+@with_dense_mask
+def sdpa_masked(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
+) -> Tensor:
+    return sdpa(q, k, v, mask=mask, scale=scale)
+
+
+@with_dense_mask
+def sdpa_math(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
+) -> Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return sdpa(q, k, v, mask=mask, scale=scale)
 
 
 def key_mask(inputs: Inputs) -> Tensor | None:
@@ -52,10 +93,8 @@ def _unsupported(backend: SDPBackend | None, task: Task) -> str | None:
         return weights_are_too_large(task, copies=4)
     if inputs.get("window") is not None:
         return "has no window"
-    if inputs["causal"] and (key_mask(inputs) is not None):
-        return "takes a mask or causal, not both"
-    if inputs["causal"] == "bottom_right":
-        return "aligns causality with the top left"
+    if inputs["causal"] == "bottom_right" or (inputs["causal"] and key_mask(inputs) is not None):
+        return "takes a mask, or causality aligned with the top left"
     if backend == SDPBackend.MATH:
         return weights_are_too_large(task, copies=4)
     if backend == SDPBackend.FLASH_ATTENTION and key_mask(inputs) is not None:
@@ -74,18 +113,16 @@ def _build(backend: SDPBackend | None, task: Task) -> Forward:
     biased, learned = _has_bias(task.inputs), "relative_bias" in task.inputs
     if biased and not learned:
         mask = distance_bias(task.inputs)
-    grouped = task.inputs["q"].shape[1] != task.inputs["k"].shape[1]
 
     def attend(inputs: Inputs) -> Tensor:
-        return F.scaled_dot_product_attention(
+        return sdpa(
             inputs["q"],
             inputs["k"],
             inputs["v"],
-            attn_mask=distance_bias(inputs) if learned else mask,
-            dropout_p=inputs.get("dropout_p", 0.0),
-            is_causal=bool(inputs["causal"]) and not biased,
+            mask=distance_bias(inputs) if learned else mask,
+            causal=inputs["causal"] and not biased,
             scale=inputs.get("scale"),
-            enable_gqa=grouped,
+            dropout_p=inputs.get("dropout_p", 0.0),
         )
 
     def forward(inputs: Inputs) -> Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from benchmarks.implementations import (
     Forward,
     Implementation,
     Task,
+    adapter,
     weights_are_too_large,
 )
 from benchmarks.peers.sdpa import key_mask
@@ -58,79 +60,51 @@ def _attention_unsupported(task: Task) -> str | None:
     return weights_are_too_large(task, copies=3)
 
 
-def _layer_norm(inputs: Inputs) -> Tensor:
-    x = inputs["x"]
-    return F.layer_norm(x, x.shape[-1:], inputs["weight"], inputs["bias"], inputs["eps"])
+def layer_norm(x: Tensor, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
-def _add_layer_norm(inputs: Inputs) -> Tensor:
-    x = inputs["x"] if inputs.get("x_bias") is None else inputs["x"] + inputs["x_bias"]
-    p = inputs.get("dropout_p", 0.0)
-    z = inputs["residual"] + (F.dropout(x, p) if p else x)
-    return F.layer_norm(z, z.shape[-1:], inputs["weight"], inputs["bias"], inputs["eps"])
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    *,
+    x_bias: Any = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    x = x if x_bias is None else x + x_bias
+    z = residual + (F.dropout(x, dropout_p) if dropout_p else x)
+    return F.layer_norm(z, z.shape[-1:], weight, bias, eps)
 
 
-def _rms_norm(inputs: Inputs) -> Tensor:
-    x = inputs["x"]
-    return F.rms_norm(x, x.shape[-1:], inputs["weight"], inputs["eps"])
+def rms_norm(x: Tensor, weight: Any = None, eps: float | None = None) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
-def _linear(inputs: Inputs) -> Tensor:
-    return F.linear(inputs["x"], inputs["weight"], inputs["bias"])
+def linear(x: Tensor, weight: Tensor, bias: Any = None) -> Tensor:
+    return F.linear(x, weight, bias)
 
 
-def _ffn(inputs: Inputs) -> Tensor:
-    hidden = F.linear(inputs["x"], inputs["w1"], inputs["b1"])
-    activation = inputs["activation"]
+def ffn(x: Tensor, w1: Tensor, b1: Any, w2: Tensor, b2: Any, *, activation: str = "gelu") -> Tensor:
+    hidden = F.linear(x, w1, b1)
     if activation in _GATED:
         gate, up = hidden.chunk(2, -1)
         hidden = _GATED[activation](gate) * up
     else:
         hidden = _ACTIVATIONS[activation](hidden)
-    return F.linear(hidden, inputs["w2"], inputs["b2"])
+    return F.linear(hidden, w2, b2)
 
 
-def _ffn_unsupported(task: Task) -> str | None:
-    inputs = task.inputs
-    if (
-        inputs.get("dropout_p")
-        or inputs.get("output_dropout_p")
-        or inputs.get("residual") is not None
-    ):
-        return "is set up without dropout and residual here"
-    return None
-
-
-_ROW_OPS: dict[str, Forward] = {
-    "layer_norm": _layer_norm,
-    "add_layer_norm": _add_layer_norm,
-    "rms_norm": _rms_norm,
-    "linear": _linear,
-    "ffn": _ffn,
+_ROW_OPS: dict[str, Callable[..., Tensor]] = {
+    "layer_norm": layer_norm,
+    "add_layer_norm": add_layer_norm,
+    "rms_norm": rms_norm,
+    "linear": linear,
+    "ffn": ffn,
 }
-
-
-def _eager(op: str) -> Implementation:
-    return Implementation(
-        "eager",
-        (op,),
-        lambda task: _ROW_OPS[op],
-        unsupported=_ffn_unsupported if op == "ffn" else lambda task: None,
-        draws_dropout=True,
-    )
-
-
-def _compiled(name: str, op: str, mode: str | None, workloads: str = "") -> Implementation:
-    return Implementation(
-        name,
-        (op,),
-        lambda task: torch.compile(_ROW_OPS[op], dynamic=False, mode=mode),
-        unsupported=_ffn_unsupported if op == "ffn" else lambda task: None,
-        compiles=True,
-        workloads=workloads,
-        draws_dropout=True,
-    )
-
+_compiled = partial(torch.compile, dynamic=False)
 
 PEERS = (
     Implementation(
@@ -142,9 +116,27 @@ PEERS = (
         draws_dropout=True,
         ignores_query_lengths=True,
     ),
-    *[_eager(op) for op in _ROW_OPS],
+    *[adapter("eager", op, function, draws_dropout=True) for op, function in _ROW_OPS.items()],
     # On a CPU, where compiling takes 10 s, one shape of each op.
-    *[_compiled("compile", op, None, r"32768x|8192x|16384x|2048x512(_relu)?$") for op in _ROW_OPS],
+    *[
+        adapter(
+            "compile",
+            op,
+            function,
+            wrap=_compiled,
+            compiles=True,
+            workloads=r"32768x|8192x|16384x|2048x512(_relu)?$",
+            draws_dropout=True,
+        )
+        for op, function in _ROW_OPS.items()
+    ],
     # Minutes of search for each shape.
-    _compiled("compile-max-autotune", "ffn", "max-autotune-no-cudagraphs", ON_REQUEST),
+    adapter(
+        "compile-max-autotune",
+        "ffn",
+        ffn,
+        wrap=partial(_compiled, mode="max-autotune-no-cudagraphs"),
+        compiles=True,
+        workloads=ON_REQUEST,
+    ),
 )

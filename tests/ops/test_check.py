@@ -392,6 +392,18 @@ def test_drawn_calls_pass(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(any(word in r for r in reasons) for word in words)
 
 
+@pytest.mark.parametrize("number", [70052, 70612])
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_gradients_of_sinks_that_almost_vanish(number: int, backend: str) -> None:
+    """One head's gradient is far below the others', or its weights are below 2^-126."""
+    spec = SPECS["attention_varlen"]
+    sample = spec.sample(f"drawn_{number}")
+    rows = check.check_sample(Oracle(spec, sample, *sample.dtypes), backend, CPU)
+    judged = [row.status for row in rows if (row.result, row.kind) == ("dsinks", "value")]
+    refused = backend == "cpu" and _native.unavailable("cpu") is not None
+    assert judged == ([] if refused else ["ok"])
+
+
 def test_a_drawn_call_that_fails_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -438,6 +438,7 @@ SAMPLES = (
     _s("sinks_bias_column", "one value for all keys of a row competes with the sink", M=65, N=260,
        D=16, mask="float HM", sinks=30.0),
     _s("sinks_low", "weights of sinks below 1e-12", M=65, causal=True, sinks=-30.0),
+    _s("sinks_lowest", "weights of sinks below the smallest normal number", M=20, sinks=-94.0),
     _s("sinks_dropout", "the sink is not dropped", M=65, N=130, dropout_p=0.3, sinks=1.0),
     _s("sinks_tall", "the first rows have no key", causal="bottom_right", M=130, N=65, sinks=0.0),
     _s("sinks_one_query_long", "decoding with several splits of the keys", H=4, K=2, M=1, N=2049,
@@ -476,6 +477,9 @@ SAMPLES = (
 # The rounding errors of larger scores are those of the reference in the data's dtype: beside them a
 # weight may have an error of 1/16 of it, not one above it.
 _LARGEST_SIZE = 2.0**16
+# Weights below the smallest normal fp32 number may be 0, as those of GPUs' exp2 and of the CPU
+# kernels are: an error of 2^-126, over the budget's factor of magnitudes.
+_FLUSHED = 2.0**-126 / (8 * 2.0**-23)
 
 
 def magnitudes(
@@ -511,7 +515,7 @@ def magnitudes(
         bias = reference.bias_of_pairs(scores[0].abs(), M, N, *lengths, bounds[0])
         size = size + torch.where(allowed_of(inputs), bias, 0).reshape(size.shape)
     size = torch.where(t.p > 0, size, 0)
-    p = t.p * (1 + size.clamp(max=_LARGEST_SIZE))
+    p = t.p * (1 + size.clamp(max=_LARGEST_SIZE)) + torch.where(t.p > 0, _FLUSHED, 0.0)
     dropped = p if t.drop is None else p * t.drop
     dp = dout @ t.v.abs().transpose(-1, -2)
     dp = dp + torch.where(t.live_rows, dweights, 0).abs().expand(B, H, M, N).reshape(dp.shape)
@@ -540,9 +544,9 @@ def magnitudes(
         mags["drelative_bias"] = sums.scatter_add(2, index.flatten(2), ds.flatten(2)).sum(0)
     if inputs.get("sinks") is not None:
         row = (p * dp).sum(-1) + dlse_of_dead
-        mags["dsinks"] = (
-            (t.p_sink * (1 + t.lse.abs().nan_to_num(posinf=0.0)) * row).sum((0, 3)).view(H)
-        )
+        sink = t.p_sink * (1 + t.lse.abs().nan_to_num(posinf=0.0))
+        sink = sink + torch.where(t.p_sink > 0, _FLUSHED, 0.0)
+        mags["dsinks"] = (sink * row).sum((0, 3)).view(H)
     return mags
 
 

@@ -301,8 +301,8 @@ def _dead_positions(inputs: Inputs) -> dict[str, Tensor]:
 
 
 def _slice_dims(name: str, result: Tensor) -> int:
-    """Each head is a slice."""
-    return 1
+    """Each head is a slice; all heads together of a parameter with one number for each."""
+    return min(1, result.dim() - 1)
 
 
 def _base(**changes: Any) -> Inputs:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastattn import functional
-from fastattn.nn.fusion import DropoutStreams, active_p, is_unmodified
+from fastattn.nn.fusion import DropoutStreams, active_p, is_unmodified, weight_and_bias
 
 _FUNCTIONS = ((F.relu, "relu"), (torch.relu, "relu"), (F.gelu, "gelu"), (F.silu, "silu"))
 
@@ -77,13 +77,17 @@ def fused_activation(
     linear1: nn.Module, activation: Any, dropout: nn.Module, linear2: nn.Module
 ) -> str | None:
     """The activation's name if one op computes the same as these modules, else None."""
-    if (
-        is_unmodified(linear1, nn.Linear)
-        and is_unmodified(dropout, nn.Dropout)
-        and is_unmodified(linear2, nn.Linear)
-    ):
+    if _is_dense(linear1) and is_unmodified(dropout, nn.Dropout) and _is_dense(linear2):
         return activation_name(activation)
     return None
+
+
+def _is_dense(linear: nn.Module) -> bool:
+    """Whether it is unmodified, with a dense weight and a bias that is not broadcast."""
+    if not is_unmodified(linear, nn.Linear):
+        return False
+    weight, bias = weight_and_bias(linear)
+    return weight.layout is torch.strided and (bias is None or bias.shape == weight.shape[:1])
 
 
 class PositionWiseFFN(nn.Module):

@@ -251,6 +251,25 @@ def test_wrapped_weights_compute_their_own_products():
     assert_same("wrapped", fast(x), expected, expected.double())
 
 
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("child", ["linear1", "linear2"])
+@pytest.mark.parametrize("parameter", ["sparse weight", "bias of one element"])
+def test_linears_that_the_op_does_not_support(parameter, child, norm_first):
+    """`F.linear` computes them."""
+    torch.manual_seed(0)
+    reference, fast = twins("TransformerEncoderLayer", batch_first=True, norm_first=norm_first)
+    for module in (reference, fast):
+        linear = module.get_submodule(child)
+        if parameter == "sparse weight":
+            weight = linear.weight.detach().to_sparse()
+            linear.weight = nn.Parameter(weight, requires_grad=False)
+        else:
+            linear.bias = nn.Parameter(linear.bias.detach()[:1])
+    (x,) = inputs("TransformerEncoderLayer")
+    expected = reference(x)
+    assert_same(parameter, fast(x), expected, expected.double())
+
+
 def test_tied_and_frozen_parameters():
     torch.manual_seed(0)
     reference, fast = twins("Transformer", batch_first=True)

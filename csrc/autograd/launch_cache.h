@@ -164,7 +164,7 @@ struct Launch {
   }
 };
 
-// The launches of one op.
+// The launches of one op. Those used since the cache was last half full stay when it is full.
 class Launches {
  public:
   // A key that is stored without a launch is that of calls that cannot be repeated.
@@ -180,30 +180,43 @@ class Launches {
     }
     return !seen_.insert(HashOfKey{}(key)).second;
   }
-  Found find(const CallKey& key) const {
+  Found find(const CallKey& key) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = launches_.find(key);
-    return found == launches_.end() ? Found{false, nullptr} : Found{true, found->second};
+    if (const auto found = launches_.find(key); found != launches_.end()) {
+      return {true, found->second};
+    }
+    const auto found = older_.find(key);
+    if (found == older_.end()) {
+      return {false, nullptr};
+    }
+    const Found result = {true, found->second};
+    insert(key, result.launch);
+    return result;
   }
   void add(CallKey key, std::shared_ptr<const Launch> launch) {
     key.shrink_to_fit();
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (launches_.size() >= kMaxLaunches) {
-      launches_.clear();
-    }
-    launches_.insert_or_assign(std::move(key), std::move(launch));
+    insert(std::move(key), std::move(launch));
   }
   void clear() {
     const std::lock_guard<std::mutex> lock(mutex_);
     seen_.clear();
     launches_.clear();
+    older_.clear();
   }
 
  private:
+  void insert(CallKey key, std::shared_ptr<const Launch> launch) {
+    if (launches_.size() >= kMaxLaunches / 2) {
+      older_ = std::exchange(launches_, {});
+    }
+    launches_.insert_or_assign(std::move(key), std::move(launch));
+  }
+
   static constexpr size_t kMaxLaunches = 4096;
-  mutable std::mutex mutex_;
+  std::mutex mutex_;
   std::unordered_set<size_t> seen_;
-  std::unordered_map<CallKey, std::shared_ptr<const Launch>, HashOfKey> launches_;
+  std::unordered_map<CallKey, std::shared_ptr<const Launch>, HashOfKey> launches_, older_;
 };
 
 // Whether Python should record the call that this thread has passed on.

@@ -138,6 +138,21 @@ def test_the_launch_of_the_second_call_is_repeated(make: Make, library: _Library
     assert probe.python == 4 and library.workspaces[5:] == [0, 0, 0]
 
 
+def test_launches_that_are_used_stay_in_a_full_cache(make: Make) -> None:
+    """Also if the other layouts never repeat, as those of batches of varying length."""
+    probe, x = make(), torch.randn(3, 4)
+    for _ in range(2):
+        probe(x)
+    for i in range(4200):
+        for _ in range(2):  # recorded
+            probe.op.default(x, None, 3.0 + i, "a", [True, False])
+        if i % 100 == 0:
+            probe(x)
+    in_python = probe.python
+    probe(x)
+    assert probe.python == in_python == 2 * 4201
+
+
 def test_calls_of_a_named_backend(make: Make) -> None:
     """They have launches of their own."""
     probe = make()

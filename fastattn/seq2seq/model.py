@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fastattn.functional import linear_runs_torch
 from fastattn.nn import (
     GatedActivation,
     LayerNorm,
@@ -30,7 +31,7 @@ from fastattn.nn import (
     Transformer,
     set_heads,
 )
-from fastattn.nn.fusion import linear
+from fastattn.nn.fusion import is_unmodified, linear
 from fastattn.nn.packing import Packing
 from fastattn.nn.positional_attention import set_positions
 from fastattn.nn.power_norm import PowerNorm, TokenBatchNorm, real_tokens
@@ -38,6 +39,7 @@ from fastattn.nn.relative import AttentionPositions, make_positions
 from fastattn.nn.scoring import SCORES, ScoredMultiheadAttention
 from fastattn.nn.sharding import TokenModelParts, sharding_of
 
+from . import losses
 from .data import PAD, Batch, SpecialTokens
 from .pointer_generator import PointerGenerator
 
@@ -360,6 +362,12 @@ class Seq2SeqTransformer(nn.Module):
         Targets need no padding mask: padding is on the right, where the causal mask hides it from
         every real token, and the loss ignores its rows.
         """
+        return self.logits(*self.hidden(source, target_in, source_padding))
+
+    def hidden(
+        self, source: Tensor, target_in: Tensor, source_padding: Tensor
+    ) -> tuple[Tensor, Memory | None]:
+        """Return the arguments of `logits`: the decoder's output [B, T, width], and the memory."""
         if self._reads_last_layer() and self.copying is None:
             sharding = sharding_of(self)
             source, target_in, source_padding, *starts = sharding.batch(
@@ -374,15 +382,20 @@ class Seq2SeqTransformer(nn.Module):
                     src_key_padding_mask=source_padding,
                     memory_key_padding_mask=source_padding,
                 )
-            return self.logits(hidden)
+            return hidden, None
         memory = self.encode(source, source_padding)
-        return self.logits(self.decode(target_in, memory), memory)
+        return self.decode(target_in, memory), memory
 
     def forward_packed(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return logits [T, vocabulary] and targets [T] of the T real target tokens of a batch.
 
         Layers and head run only on real tokens. Raises ValueError if `cannot_pack`.
         """
+        hidden, targets = self.hidden_packed(batch)
+        return self.logits(hidden), targets
+
+    def hidden_packed(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """`forward_packed` with the decoder's output [T, width] in place of logits."""
         if why := self.cannot_pack():
             raise ValueError(f"packed execution is not supported for a model that {why}")
         hidden = self.transformer(
@@ -394,7 +407,36 @@ class Seq2SeqTransformer(nn.Module):
             tgt_lengths=batch.target_lengths,
         )
         real = Packing.of(hidden, batch.target_lengths, True, "target_in", "target_lengths")
-        return self.logits(real.pack(hidden)), real.pack(batch.target_out[..., None])[:, 0]
+        return real.pack(hidden), real.pack(batch.target_out[..., None])[:, 0]
+
+    def has_head_loss(self, rows: int) -> bool:
+        """Whether `head_loss` should compute the loss of this many rows: with torch >= 2.13 in fp32
+        on a CPU, if logits would take much memory and `linear` runs PyTorch's product.
+        """
+        weight = self._head_weight()
+        return (
+            hasattr(F, "linear_cross_entropy")
+            and self.copying is None
+            and is_unmodified(self, Seq2SeqTransformer)
+            and weight.is_cpu
+            and weight.dtype is torch.float32
+            and rows * len(weight) > losses.CHUNK
+            and not torch.is_autocast_enabled("cpu")
+            and linear_runs_torch(weight)
+        )
+
+    def head_loss(self, hidden: Tensor, targets: Tensor, smoothing: float) -> Tensor:
+        """Return the cross-entropy of the logits of `hidden`, without all logits in memory."""
+        if self.config.head_scale != 1.0:
+            hidden = hidden * self.config.head_scale
+        return losses.linear_cross_entropy(
+            hidden,
+            self._head_weight(),
+            self.head_bias if self.config.head_bias else None,
+            targets,
+            smoothing=smoothing,
+            ignore_index=self.config.pad,
+        )
 
     def cannot_pack(self) -> str | None:
         """Why `forward_packed` does not support this model, phrased to follow "a model that"."""

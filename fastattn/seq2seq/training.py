@@ -551,19 +551,23 @@ def cross_entropy(
             weights = stack.enter_context(
                 record_attention(model, only="multihead_attn", differentiable=True)
             )
+        inputs, targets = (batch.source, batch.target_in, batch.source_padding), batch.target_out
+        fused = ranks.mesh is None and model.has_head_loss(targets.numel())
         if config.packed:
-            logits, targets = model.forward_packed(batch)
+            run = model.hidden_packed if fused else model.forward_packed
+            outputs, targets = run(batch)
         else:
-            logits = model(batch.source, batch.target_in, batch.source_padding)
-            targets = batch.target_out
+            outputs = model.hidden(*inputs)[0] if fused else model(*inputs)
     options: dict[str, Any] = {"smoothing": config.smoothing, "ignore_index": model.config.pad}
-    if ranks.mesh is None:
-        loss = label_smoothed_cross_entropy(logits, targets, **options)
+    if fused:
+        loss = model.head_loss(outputs, targets, config.smoothing)
+    elif ranks.mesh is None:
+        loss = label_smoothed_cross_entropy(outputs, targets, **options)
     else:
         from fastattn.distributed import loss_sum
 
         count = ranks.total((targets != model.config.pad).sum())
-        loss = loss_sum(model, logits, targets, **options) / count
+        loss = loss_sum(model, outputs, targets, **options) / count
     if not guided:
         return loss
     lengths = (batch.target_out != model.config.pad).sum(dim=1), (~batch.source_padding).sum(dim=1)

@@ -19,7 +19,8 @@ from seq2seq_samples import (
 )
 from torch.nn import functional as F
 
-from fastattn.seq2seq import checkpoint, runs, training
+from fastattn.seq2seq import checkpoint, losses, runs, training
+from fastattn.seq2seq import model as model_module
 from fastattn.seq2seq.data import (
     PAD,
     Position,
@@ -32,6 +33,7 @@ from fastattn.seq2seq.losses import label_smoothed_cross_entropy
 from fastattn.seq2seq.model import ModelConfig, Seq2SeqTransformer
 from fastattn.seq2seq.schedules import warmup_cosine
 from fastattn.seq2seq.training import TrainingConfig, train
+from fastattn.testing.timing import peak_memory
 
 # Schedule and loss
 
@@ -92,6 +94,66 @@ def test_label_smoothing_equals_torchs(smoothing, dtype):
         actual, expected, rtol=1e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-8
     )
     assert actual[2].abs().max() == 0
+
+
+needs_torchs_loss = pytest.mark.skipif(
+    not hasattr(F, "linear_cross_entropy"), reason="torch < 2.13 has no linear_cross_entropy"
+)
+
+
+@needs_torchs_loss
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_the_loss_of_a_head_is_that_of_its_logits(smoothing, with_bias, monkeypatch):
+    monkeypatch.setattr(losses, "CHUNK", 5 * 50)  # 28 rows: five parts of 5, one of 3
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(4, 7, 16), torch.randn(50, 16)
+    bias = torch.randn(50) if with_bias else None
+    targets = torch.randint(1, 50, (4, 7))
+    targets[0, 3:] = PAD
+    targets[2] = PAD
+    given = [x.requires_grad_() for x in (hidden, weight, bias) if x is not None]
+    options = {"smoothing": smoothing, "ignore_index": PAD}
+    loss = losses.linear_cross_entropy(hidden, weight, bias, targets, **options)
+    wide = [x.detach().double().requires_grad_() for x in given]
+    reference = F.cross_entropy(
+        F.linear(*wide).flatten(0, 1), targets.flatten(), ignore_index=PAD,
+        label_smoothing=smoothing,
+    )  # fmt: skip
+    assert loss.item() == pytest.approx(reference.item(), rel=1e-6)
+    expected = torch.autograd.grad(reference, wide)
+    for x, y in zip(torch.autograd.grad(loss, given), expected, strict=True):
+        torch.testing.assert_close(x, y.float(), rtol=1e-5, atol=1e-6)
+
+
+@needs_torchs_loss
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("options", [{}, {"head_bias": True, "head_scale": 0.5, "tied": False}])
+def test_large_logits_are_never_in_memory_together(packed, options, monkeypatch):
+    """With the loss and gradients of those that are."""
+    batch = collate(random_examples(40))
+    config = TrainingConfig(packed=packed, smoothing=0.1)
+    monkeypatch.setattr(model_module, "linear_runs_torch", lambda x: True)
+    outcomes, peaks = [], []
+    for chunk in (losses.CHUNK, 1 << 17):
+        monkeypatch.setattr(losses, "CHUNK", chunk)
+        model = Seq2SeqTransformer(dataclasses.replace(SMALL, vocabulary=3000, **options)).train()
+        with torch.no_grad():
+            for number, parameter in enumerate(model.parameters()):
+                parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(number))
+            if model.config.head_bias:
+                model.head_bias.normal_(generator=torch.Generator().manual_seed(0))
+
+        def loss_and_gradients(model=model):
+            loss = training.cross_entropy(model, batch, config)
+            return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+
+        outcomes.append(loss_and_gradients())
+        peaks.append(peak_memory(loss_and_gradients, CPU))
+    for whole, parts in zip(*outcomes, strict=True):
+        torch.testing.assert_close(parts, whole, atol=1e-6, rtol=1e-4)
+    logits = sum(batch.target_lengths) * 3000 * 4  # bytes
+    assert peaks[1] < peaks[0] - 2 * logits
 
 
 # Training

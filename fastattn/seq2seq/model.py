@@ -415,7 +415,7 @@ class Seq2SeqTransformer(nn.Module):
         """
         weight = self._head_weight()
         return (
-            hasattr(F, "linear_cross_entropy")
+            hasattr(nn, "LinearCrossEntropyOptions")
             and self.copying is None
             and is_unmodified(self, Seq2SeqTransformer)
             and weight.is_cpu

@@ -210,8 +210,8 @@ inline int64_t longest(const Tensor& cu_seqlens, const char* name, int64_t batch
 // The longest sequences of a packed batch determine its shape, their offsets its rows.
 inline void set_packing(Problem& a, const Call& call) {
   const Tensor &cu_seqlens_q = *call.cu_seqlens_q, &q = call.q, &k = call.k;
-  STD_TORCH_CHECK(call.cu_seqlens_k && cu_seqlens_q.dim() == 1 && cu_seqlens_q.size(0) > 0,
-                  "cu_seqlens_q must be [batch + 1], with cu_seqlens_k");
+  STD_TORCH_CHECK(cu_seqlens_q.dim() == 1 && cu_seqlens_q.size(0) > 0,
+                  "cu_seqlens_q must be [batch + 1]");
   STD_TORCH_CHECK(!call.mask && !call.key_lengths && !call.query_lengths && !call.block_table,
                   "packed sequences take no mask, lengths or block_table");
   const int64_t batch = cu_seqlens_q.size(0) - 1, rows = q.size(0);
@@ -343,6 +343,8 @@ inline void check_dimensions(const Call& call) {
   const int64_t dims = call.packed() ? 3 : 4;
   STD_TORCH_CHECK(call.q.dim() == dims && call.k.dim() == dims && call.v.dim() == dims,
                   "q, k and v must have ", dims, " dimensions");
+  STD_TORCH_CHECK(call.packed() == call.cu_seqlens_k.has_value(),
+                  "cu_seqlens_q and cu_seqlens_k must be given together");
   const std::optional<Tensor>& table = call.block_table;
   STD_TORCH_CHECK(!table || (table->dim() == 2 && table->size(0) == call.q.size(0)),
                   "block_table must be [", call.q.size(0), ", pages]");

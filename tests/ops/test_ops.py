@@ -15,7 +15,7 @@ from torch import Tensor
 
 import fastattn
 from fastattn.ops._op import Op
-from fastattn.ops._select import explaining, op_of
+from fastattn.ops._select import OPS, explaining, op_of
 from fastattn.ops.attention import spec as spec_of_attention
 from fastattn.ops.attention.calls import ForwardCall
 from fastattn.ops.ffn.op import ACTIVATIONS, GATED_ACTIVATIONS
@@ -272,6 +272,38 @@ def test_vmap_over_packed_queries_alone() -> None:
         return fastattn.attention_varlen(x, k, k, offsets, offsets, 4, 4)
 
     assert torch.equal(torch.vmap(attend)(q), torch.stack([attend(x) for x in q]))
+
+
+_OFFSETS = torch.tensor([0, 3, 16], dtype=torch.int32)
+_TABLE = torch.zeros(16, 1, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"mask": torch.ones(1, 1, 1, 1)}, "mask"),
+        ({"key_lengths": torch.tensor([3])}, "lengths"),
+        ({"query_lengths": torch.tensor([3])}, "lengths"),
+        ({"block_table": _TABLE}, "block_table"),
+        ({"cu_seqlens_k": None}, "together"),
+        ({"cu_seqlens_q": None}, "together|4 dimensions"),
+    ],
+)
+@pytest.mark.parametrize("backend", [None, "cpu", "torch", "reference"])
+def test_packed_calls_refuse_what_they_do_not_read(
+    backend: str | None, given: dict[str, Any], message: str
+) -> None:
+    """fp64 runs no C++ kernel. The public function cannot make such calls."""
+    for dtype in (torch.float32, torch.float64) if backend != "cpu" else (torch.float32,):
+        x = torch.ones(16, 2, 8, dtype=dtype)
+        packed = packing(_OFFSETS, _OFFSETS, 13, 13)
+        call = ForwardCall(x, x, x, **packed)._replace(**given)
+        lse = torch.zeros(2, 16, dtype=dtype)
+        backward = (x, None, x, lse, *call, [True, True, True, False, False, False])
+        with pytest.raises((RuntimeError, NotImplementedError), match=message):
+            OPS["attention_fwd"](*call, backend=backend)
+        with pytest.raises((RuntimeError, NotImplementedError), match=message):
+            OPS["attention_bwd"](*backward, backend=backend)
 
 
 @pytest.mark.parametrize("backend", [None, "reference"])

@@ -199,6 +199,15 @@ def test_the_choice_of_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
         fastattn.attention(**call, backend="cuda")
 
 
+@pytest.mark.parametrize("backend", ["cpu", "torch", "reference"])
+def test_dropout_is_refused(backend: str) -> None:
+    """By the op too, whose kernels number the columns of one page."""
+    seed = torch.tensor([3])
+    call = ForwardCall(**_small(), dropout_p=0.5, dropout_seed=seed)
+    with pytest.raises(NotImplementedError, match="takes no dropout with block_table"):
+        torch.ops.fastattn.attention_fwd.backend(*call, backend)
+
+
 # -- gradients -------------------------------------------------------------------------------------
 def test_the_reference_alone_has_gradients() -> None:
     """The public function has none; the op's sum what the sequences that share a page add."""

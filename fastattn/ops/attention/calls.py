@@ -131,6 +131,19 @@ WeightsBackwardCall = _call(
 )
 
 
+def call_refusal(call: AnyCall) -> str | None:
+    """Why no backend runs the call, or None: packed and paged calls have fewer options."""
+    packed = call.cu_seqlens_q is not None
+    if packed != (call.cu_seqlens_k is not None):
+        return "takes cu_seqlens_q and cu_seqlens_k together, got one"
+    others = (call.mask, call.key_lengths, call.query_lengths, call.block_table)
+    if packed and any(x is not None for x in others):
+        return "takes no mask, lengths or block_table with cu_seqlens"
+    if call.block_table is not None and call.dropout_p > 0.0:
+        return "takes no dropout with block_table"
+    return None
+
+
 def weights_refusal(call: Any) -> str | None:
     """Why no backend of `attention_with_weights` runs the call, or None."""
     padded = call.cu_seqlens_q is call.cu_seqlens_k is call.block_table is None

@@ -14,6 +14,7 @@ from fastattn.ops.attention.calls import (
     AnyCall,
     BackwardCall,
     ForwardCall,
+    call_refusal,
     paged_refusal,
     weights_refusal,
 )
@@ -29,6 +30,8 @@ def unavailable() -> str | None:
 
 
 def _refusal(call: AnyCall) -> str | None:
+    if why := call_refusal(call):
+        return why
     q, k, table, rows = call.q, call.k, call.block_table, 2 if call.cu_seqlens_q is None else 0
     if q.dtype not in _DTYPES:
         return f"has kernels for fp32, bf16 and fp16, got {q.dtype}"

@@ -17,11 +17,13 @@ from torch import Tensor
 
 from fastattn.ops._dropout import attention_keep, keep_scale
 from fastattn.ops.attention.calls import (
+    AnyCall,
     BackwardCall,
     CausalKind,
     ForwardCall,
     WeightsBackwardCall,
     WeightsForwardCall,
+    call_refusal,
     weights_refusal,
 )
 
@@ -254,6 +256,13 @@ def attention_with_weights_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     out, lse, weights = _results(_softmax(ForwardCall._make(call[:-1])), call.q)
     weights = weights.sum(1) / max(call.q.shape[1], 1) if call.average else weights
     return out, lse, weights.to(call.q.dtype)
+
+
+def attention_fwd_unsupported(call: AnyCall) -> str | None:
+    return call_refusal(call)
+
+
+attention_bwd_unsupported = attention_fwd_unsupported
 
 
 def attention_with_weights_fwd_unsupported(call: Any) -> str | None:

@@ -16,7 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastattn.ops import _env, _native
-from fastattn.ops.attention.calls import AnyCall, BackwardCall, ForwardCall, paged_refusal
+from fastattn.ops.attention.calls import (
+    AnyCall,
+    BackwardCall,
+    ForwardCall,
+    call_refusal,
+    paged_refusal,
+)
 from fastattn.ops.attention.sm90_bias import (
     ALIGNMENT,
     MASK_DTYPES,
@@ -57,7 +63,7 @@ def _unreadable(name: str, x: Tensor) -> str | None:
 
 
 def _unsupported(call: AnyCall) -> str | None:
-    if why := unavailable():
+    if why := unavailable() or call_refusal(call):
         return why
     q, k, v, mask, rows = call.q, call.k, call.v, call.mask, 2 if call.cu_seqlens_q is None else 0
     if q.dtype not in _DTYPES:

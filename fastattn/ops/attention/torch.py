@@ -32,6 +32,7 @@ from fastattn.ops.attention.calls import (
     BackwardCall,
     CausalKind,
     ForwardCall,
+    call_refusal,
     paged_refusal,
     weights_refusal,
 )
@@ -89,6 +90,8 @@ def _largest_products(q: Tensor, k: Tensor) -> float:
 
 # -- attention_fwd ---------------------------------------------------------------------------------
 def _refusal(call: AnyCall) -> str | None:
+    if why := call_refusal(call):
+        return why
     dtype = call.q.dtype
     if dtype not in _DTYPES:
         return f"takes fp32, bf16, fp16 and fp64, got {dtype}"

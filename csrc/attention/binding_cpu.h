@@ -28,7 +28,8 @@ inline std::optional<Tensor> rows_of(const std::optional<Tensor>& x) {
   return x ? std::optional(rows_of(*x)) : x;
 }
 
-// Copies what kernels read and cannot read in place. Everything has been taken from the stack.
+// Copies what kernels cannot read in place. All arguments must have been taken from the stack:
+// copying may throw.
 inline void make_readable(Call& call) {
   for (Tensor* x : {&call.q, &call.k, &call.v}) {
     if (!has_rows(*x)) {

@@ -36,7 +36,6 @@ namespace fastattn {
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <cstdint>
-#include <exception>
 #include <optional>
 #include <vector>
 
@@ -79,31 +78,8 @@ class Arguments {
     return result;
   }
 
-  // The same, copied by a function that may throw; check() throws its exception.
-  Tensor tensor(Tensor (*copy)(const Tensor&)) { return copied(copy); }
-  std::optional<Tensor> optional(std::optional<Tensor> (*copy)(const std::optional<Tensor>&)) {
-    return copied(copy);
-  }
-  void check() const {
-    if (error_) {
-      std::rethrow_exception(error_);
-    }
-  }
-
  private:
-  template <class T>
-  T copied(T (*copy)(const T&)) {
-    const T given = take<T>();
-    try {
-      return copy(given);
-    } catch (...) {
-      error_ = std::current_exception();
-      return given;
-    }
-  }
-
   StableIValue* next_;
-  std::exception_ptr error_;
 };
 
 // A tensor that the stack keeps.

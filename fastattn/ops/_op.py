@@ -80,7 +80,7 @@ class Op:
     that torch.vmap can fold its dimension into it. The batch is their first dimension, or all
     leading dimensions if batch_is_one_dimension is False.
     broadcast: arguments that have this batch or a batch of 1.
-    unfoldable: arguments with which the batch is not that dimension: vmap then calls in a loop.
+    unfoldable: arguments with which the first dimension is no batch: vmap then calls in a loop.
     dropout: the dropout probabilities; the dropout bits depend on the position in the batch.
     contiguous: tensors whose last dimension Python makes contiguous before it calls a backend.
     is_derivative: whether it computes gradients of another op.

@@ -141,14 +141,14 @@ def attention_tangents(
     fields = len(ForwardCall._fields)
     call, given = ForwardCall._make(args[:fields]), ForwardCall._make(tangents[:fields])
     if call.cu_seqlens_q is not None:
-        return _of_packed(call, given, *results)
+        return _packed_tangents(call, given, *results)
     if (table := call.block_table) is not None:
         k, v = (None if x is None else keys_of_pages(x, table) for x in (given.k, given.v))
         call, given = gathered(call), given._replace(k=k, v=v)  # type: ignore[arg-type]
-    return _of_padded(call, given, *results)
+    return _padded_tangents(call, given, *results)
 
 
-def _of_padded(
+def _padded_tangents(
     call: ForwardCall, given: ForwardCall, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor]:
     (B, H, M, _), N = call.q.shape, call.k.shape[2]
@@ -302,7 +302,7 @@ def _of_heads(
     return out_tangent.view(*shape[:4], -1), lse_tangent.view(*shape[:4], 1)
 
 
-def _of_packed(
+def _packed_tangents(
     call: ForwardCall, given: ForwardCall, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor]:
     T = call.q.shape[0]
@@ -310,7 +310,7 @@ def _of_packed(
     sides = ((queries, given.q), (keys, given.k), (keys, given.v))
     q, k, v = (None if x is None else side.pad(x).transpose(1, 2) for side, x in sides)
     padded_lse = queries.pad(lse.transpose(0, 1)).transpose(1, 2)  # [B, H, S]
-    out_tangent, lse_tangent = _of_padded(
+    out_tangent, lse_tangent = _padded_tangents(
         padded,
         given._replace(q=q, k=k, v=v),  # type: ignore[arg-type]
         queries.pad(out).transpose(1, 2),

@@ -194,8 +194,8 @@ def _small(name: str, **options: Any) -> Sample:
 # The whole suite's samples for the interpreter take minutes; these, with the CHANGES below, meet
 # every line of the kernels.
 _INTERPRETED = (
-    "d80", "no_keys", "huge_logits", "sinks_dead_rows", "sinks_mask_rows", "alibi_own_diagonals",
-    "relative_clipped",
+    "d80", "gqa", "no_keys", "huge_logits", "sinks_dead_rows", "sinks_mask_rows",
+    "alibi_own_diagonals", "relative_clipped",
 )  # fmt: skip
 # A quarter of the rest's time, for tiles that others have too.
 _FOR_GPUS = (

@@ -10,6 +10,7 @@ from fastattn.ops import _env
 pytest.importorskip("triton")
 pytestmark = [
     pytest.mark.long,
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(_env.default_device().type == "cuda", reason="the GPU runs them"),
 ]
 # With the numbers of tests that pass at least, in the quick and in the slow run.

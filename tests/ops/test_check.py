@@ -328,23 +328,6 @@ def test_crashed_cases_do_not_affect_others(
     assert first != second == broken != third == fourth  # the process continues after an exception
 
 
-def test_cases_can_be_left_out_while_others_run() -> None:
-    """As after crashes: what is decided between the cases applies to those that follow."""
-    cases, found = ["dies", "first", "dies", "second"], {}
-    crashes: list[int] = []
-
-    def left_out(case: str) -> str | None:
-        return "one crash is enough" if case == "dies" and crashes else None
-
-    results = isolation.run_isolated(_misbehave, cases, jobs=1, limit_s=20.0, left_out=left_out)
-    for index, result in results:
-        found[index] = result
-        crashes += [index] if isinstance(result, isolation.Lost) else []
-    assert found[0] == isolation.Lost(True, "its process died: SIGKILL")
-    assert found[2] == isolation.Lost(False, "one crash is enough", left_out=True)
-    assert [str(found[i]).split()[0] for i in (1, 3)] == ["first", "second"]
-
-
 def test_time_limit_names_what_was_not_reached() -> None:
     found = isolation.run_isolated(_misbehave, ["one"] * 3, jobs=1, seconds=0.0, limit_s=20.0)
     assert [r for _, r in found] == [isolation.Lost(False, "was not reached in 0 s")] * 3

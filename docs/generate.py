@@ -392,7 +392,8 @@ def conformance() -> str:
     for row in rows:
         name = f"`{row['op']}`: {row['implementation']}"
         medians = ", ".join(f"{dtype} {x:.2g}" for dtype, x in row["median"].items())
-        counts.append([name, cell(row, "value"), cell(row, "gradient"), medians])
+        raised = str(sum(row["raised"].values()) or "")
+        counts.append([name, cell(row, "value"), cell(row, "gradient"), raised, medians])
         times.append([name, *(cell(row, kind) for kind in _CONVENTIONS)])
         found: dict[str, dict[str, list[str]]] = {}
         for dtype, sample, _, result, _ in row["failures"]:
@@ -403,7 +404,7 @@ def conformance() -> str:
     versions = sorted({row["versions"] for row in rows})
     return "\n\n".join([
         f"{rows[0]['device']}; {'; '.join(versions)}.",
-        table(["implementation", "value", "gradient", "median error / allowed"], counts),
+        table(["implementation", "value", "gradient", "raised", "median error / allowed"], counts),
         "What only fastattn defines, or asks for:",
         table(["implementation", *_CONVENTIONS], times),
         "Failures, by sample:",

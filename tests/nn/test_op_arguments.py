@@ -316,7 +316,6 @@ def test_inputs_parameters_and_modes_are_noticed() -> None:
     assert not streams_of(unsaved, x, memory).checked
     for name, size, text in (
         ("linear1.weight", (24, 15), r"w1 must be \[F, 16\]"),
-        ("linear2.bias", (1, 16), r"x_bias must be \[16\]"),
         ("norm1.weight", (1, 16), r"weight must be \[16\]"),
     ):
         wrong = _layer()

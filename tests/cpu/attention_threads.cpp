@@ -98,7 +98,7 @@ std::vector<Floats> results(const Case& c, int64_t threads) {
     a.mask = mask_view(bias);
   }
   a.window_left = c.queries + c.keys;
-  a.causal = kBottomRight;
+  a.causal = attention::kBottomRight;
   a.scale = 0.3f;
   if (c.changes) {
     a.distance_bias = {distance_bias.data(), 1, 0, distances, distances, c.keys - 1};

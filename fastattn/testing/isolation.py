@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from types import ModuleType
 from typing import Any, Generic, TypeVar
-from unittest import mock
 
 import torch
 
@@ -138,9 +137,13 @@ def _without_main(function: Callable[..., Any]) -> Iterator[None]:
     """A process that starts inside does not import the main module, which runs the checks again if
     it is a script without `if __name__ == "__main__"`.
     """
-    replaced = {} if function.__module__ == "__main__" else {"__main__": ModuleType("__main__")}
-    with mock.patch.dict(sys.modules, replaced):
+    main = sys.modules["__main__"]
+    if function.__module__ != "__main__":
+        sys.modules["__main__"] = ModuleType("__main__")
+    try:
         yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _work(pipe: Connection, function: Callable[[Any], Any]) -> None:

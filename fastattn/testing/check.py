@@ -264,9 +264,9 @@ def check_implementation(
     op: the name of a function, such as "attention" or "rms_norm".
     device: default cuda if there is one. dtypes: default fp32, bf16 and fp16.
     samples: parts of the names of the samples to run; default all.
-    require: kinds of checks that count as failures besides value, gradient and inputs, of
-        `fastattn.testing.KINDS`, such as "rerun,batch"; "padding" stands for three. The others are
-        reported.
+    require: kinds of checks that count as failures besides value, gradient, inputs, expanded
+        gradient and inference, of `fastattn.testing.KINDS`, such as "rerun,batch"; "padding" stands
+        for three. The others are reported.
     limit_s: with a name: a sample that takes longer counts as hanging.
     """
     name = implementation

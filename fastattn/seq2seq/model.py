@@ -418,6 +418,7 @@ class Seq2SeqTransformer(nn.Module):
             hasattr(nn, "LinearCrossEntropyOptions")
             and self.copying is None
             and is_unmodified(self, Seq2SeqTransformer)
+            and self._compiled_call_impl is None
             and weight.is_cpu
             and weight.dtype is torch.float32
             and rows * len(weight) > losses.CHUNK

@@ -156,6 +156,20 @@ def test_large_logits_are_never_in_memory_together(packed, options, monkeypatch)
     assert peaks[1] < peaks[0] - 2 * logits
 
 
+@needs_torchs_loss
+@pytest.mark.parametrize("change", ["compile", "hook"])
+def test_models_that_are_compiled_or_have_hooks_are_called(change, monkeypatch):
+    monkeypatch.setattr(model_module, "linear_runs_torch", lambda x: True)
+    monkeypatch.setattr(losses, "CHUNK", 1)
+    model = Seq2SeqTransformer(SMALL)
+    assert model.has_head_loss(10)
+    if change == "compile":
+        model.compile(backend="eager")
+    else:
+        model.register_forward_hook(lambda *_: None)
+    assert not model.has_head_loss(10)
+
+
 # Training
 
 

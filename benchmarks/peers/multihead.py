@@ -2,6 +2,7 @@
 implementations: with projections by 1, which are exact.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,13 +51,4 @@ def multihead(
     return out.unflatten(2, (H, D)).transpose(1, 2)
 
 
-def multihead_weights(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: Any = None,
-    key_lengths: Any = None,
-    causal: Any = False,
-) -> Tensor:
-    return multihead(q, k, v, mask=mask, key_lengths=key_lengths, causal=causal, need_weights=True)
+multihead_weights = partial(multihead, need_weights=True)

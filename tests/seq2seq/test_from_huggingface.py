@@ -207,7 +207,7 @@ SEARCHES = (
 )
 
 
-# Of those whose logits differ in weights alone, one.
+# One of the models whose logits differ in weights alone.
 SEARCHED = (
     "marian", "marian, two vocabularies", "marian, logits bias", "bart", "mbart", "m2m100",
     "pegasus", "t5", "mt5",

@@ -22,7 +22,8 @@ Lengths: TypeAlias = Tensor | Sequence[int]
 FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 _INTEGERS = (torch.int32, torch.int64)
 _DENSE = torch.strided
-_autocasts, _is_compiling = torch._C._is_any_autocast_enabled, torch.compiler.is_compiling
+_autocasts, _is_tracing = torch._C._is_any_autocast_enabled, torch._C._is_tracing
+_is_compiling = torch.compiler.is_compiling
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, numbers.Real)  # NumPy scalars are Real
 _POSITIONS = 2**31  # offsets are int32
 _DEFAULT_FUNCTIONS: tuple[Any, ...] = (
@@ -134,6 +135,46 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, layouts: dict[str, str]) -> None:
         and ((q.is_cpu and k.is_cpu and v.is_cpu) or k.device == q.device == v.device)
     ):
         _refuse_qkv(q, k, v, layouts)
+
+
+def are_plain(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether all are dense CPU tensors of one dtype, x and its views computed by an op: one test
+    in place of the checks of a public function, which remain for everything else.
+    """
+    if type(x) is not Tensor or x.is_nested or not x.is_cpu or (dtype := x.dtype) not in FLOATS:
+        return False
+    for other in others:
+        if (
+            other is not None
+            and other is not x
+            and not (
+                (type(other) is Tensor or type(other) is torch.nn.Parameter)
+                and not other.is_nested
+                and other.dtype is dtype
+                and other.is_cpu
+                and other.layout is _DENSE
+            )
+        ):
+            return False
+    return x.layout is _DENSE
+
+
+def runs_eagerly() -> bool:
+    """Whether calls are neither compiled, traced nor cast by autocast."""
+    return not (_is_compiling() or _is_tracing() or _autocasts())
+
+
+def fits_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether `linear` surely takes these as they are, by one test, in eager code."""
+    return (
+        are_plain(x, weight, bias)
+        and weight is not None
+        and x.dim() > 0
+        and len(rows := weight.shape) == 2
+        and x.shape[-1] == rows[1]
+        and (bias is None or bias.shape == rows[:1])
+        and runs_eagerly()
+    )
 
 
 def plain_sizes(q: Any, k: Any, v: Any) -> tuple[int, ...] | None:
@@ -595,9 +636,10 @@ def _check_same_kind(x: Tensor, *named: tuple[str, Tensor | None]) -> None:
     for name, tensor in named:
         if tensor is None and name[0] == "b":
             continue
-        if type(tensor) is torch.nn.Parameter and tensor.dtype is x.dtype and not tensor.is_nested:
-            if tensor.layout is _DENSE and tensor.is_cpu and x.is_cpu:
-                continue  # the usual case, in a third of the time of the checks below
+        if type(tensor) is Tensor or type(tensor) is torch.nn.Parameter:
+            if tensor.dtype is x.dtype and tensor.layout is _DENSE and not tensor.is_nested:
+                if tensor.is_cpu and x.is_cpu:
+                    continue  # the usual case, in a third of the time of the checks below
         check_float(name, tensor)
         assert tensor is not None
         if tensor.device != x.device:

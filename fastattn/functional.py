@@ -53,12 +53,15 @@ from fastattn._arguments import (
     sizes,
 )
 from fastattn._arguments import Lengths as Lengths
+from fastattn._arguments import are_plain as are_plain
 from fastattn._arguments import check_holds_values as check_holds_values
 from fastattn._arguments import check_tensor as check_tensor
+from fastattn._arguments import fits_linear as fits_linear
 from fastattn._arguments import is_on_host as is_on_host
 from fastattn._arguments import lengths_tensor as lengths_tensor
 from fastattn._arguments import overrides_functions as overrides_functions
 from fastattn._arguments import plain_sizes as plain_sizes
+from fastattn._arguments import runs_eagerly as runs_eagerly
 from fastattn._options import AddNormOptions, AttentionOptions, PaddedOptions
 from fastattn._paged import check_block_table, check_paged_inputs, refuse_gradients
 from fastattn._paged import first_differentiated as first_differentiated
@@ -708,9 +711,10 @@ def linear(
     if isinstance(x, Tensor) and x.is_nested:
         jagged.check_rows("x", x)
         return jagged.with_rows(linear(x.values(), weight, bias, backend=backend), x)
-    x, weight, bias = autocast(x, weight, bias)
-    check_rows("x", x)
-    check_linear_weights(x, weight, bias)
+    if not fits_linear(x, weight, bias):
+        x, weight, bias = autocast(x, weight, bias)
+        check_rows("x", x)
+        check_linear_weights(x, weight, bias)
     return linear_op(x, weight, bias, backend=backend)  # type: ignore[no-any-return]
 
 

@@ -12,7 +12,7 @@ namespace fastattn::autograd {
 
 // The version of the extension's functions, also in fastattn/ops/_native.py: an extension with
 // another version is not used.
-constexpr int kInterface = 5;
+constexpr int kInterface = 6;
 
 // Where the backward op's arguments come from.
 enum class From { kSaved, kConstant, kDtype, kNeeds, kGradient };

@@ -1,7 +1,7 @@
 // The extension fastattn._C_autograd, built for one torch and one Python: the derivative of every
 // op in C++, as a kernel at the dispatcher's Autograd keys, the launch cache of the GPU libraries,
-// and calls that are replayed. Without it, and at the other Autograd keys, the same derivative is
-// in Python (fastattn/ops/_autograd.py).
+// calls from Python, and calls that are replayed. Without it, and at the other Autograd keys, the
+// same derivative is in Python (fastattn/ops/_autograd.py).
 #include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
@@ -9,6 +9,7 @@
 #include <torch/library.h>
 
 #include "autograd/calls.h"
+#include "autograd/eager_call.h"
 #include "autograd/launch_cache.h"
 #include "autograd/node.h"
 #include "autograd/torch_versions.h"
@@ -184,6 +185,7 @@ PyMODINIT_FUNC PyInit__C_autograd() {
   auto m = pybind11::reinterpret_borrow<pybind11::module_>(created);
   m.attr("interface") = kInterface;
   m.def("differentiate", &differentiate);
+  m.def("eager_call", &EagerCall::make);
   m.def("cache_launches", &cache_launches);
   m.def("should_record_launch", [] { return should_record; });
   m.def("record_launch", &record_launch);

@@ -15,11 +15,10 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fastattn import functional
-from fastattn.functional import new_dropout_seed
+from fastattn.functional import are_plain as are_plain
+from fastattn.functional import fits_linear, new_dropout_seed
+from fastattn.functional import runs_eagerly as runs_eagerly
 from fastattn.nn.sharding import SINGLE, Sharding
-
-_autocasts, _is_tracing = torch._C._is_any_autocast_enabled, torch._C._is_tracing
-_is_compiling = torch.compiler.is_compiling
 
 
 def is_plain_tensor(tensor: Tensor) -> bool:
@@ -28,33 +27,6 @@ def is_plain_tensor(tensor: Tensor) -> bool:
     if kind is Tensor or kind is nn.Parameter:
         return not tensor.is_nested
     return not functional.overrides_functions(tensor) and not is_traceable_wrapper_subclass(tensor)
-
-
-def are_plain(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether all are dense CPU tensors of one dtype, x and its views computed by an op: one test
-    in place of the checks of a public function, which remain for everything else.
-    """
-    if (
-        type(x) is not Tensor
-        or x.is_nested
-        or not x.is_cpu
-        or (dtype := x.dtype) not in functional.FLOATS
-    ):
-        return False
-    for other in others:
-        if (
-            other is not None
-            and other is not x
-            and not (
-                (type(other) is Tensor or type(other) is nn.Parameter)
-                and not other.is_nested
-                and other.dtype is dtype
-                and other.is_cpu
-                and other.layout is torch.strided
-            )
-        ):
-            return False
-    return x.layout is torch.strided
 
 
 def is_recorded_inference(x: Tensor | None) -> bool:
@@ -117,11 +89,6 @@ def has_plain_parameters(module: nn.Module, names: frozenset[str], like: Tensor)
     return True
 
 
-def runs_eagerly() -> bool:
-    """Whether calls are neither compiled, traced nor cast by autocast."""
-    return not (_is_compiling() or _is_tracing() or _autocasts())
-
-
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, checked: bool = False
 ) -> Tensor:
@@ -130,15 +97,7 @@ def linear(
 
     checked: all this is known to be so.
     """
-    if checked or (
-        type(weight) in (nn.Parameter, Tensor)
-        and are_plain(x, weight, bias)
-        and x.dim() > 0
-        and len(rows := weight.shape) == 2
-        and x.shape[-1] == rows[1]
-        and (bias is None or bias.shape == rows[:1])
-        and runs_eagerly()
-    ):
+    if checked or fits_linear(x, weight, bias):
         if not functional.linear_runs_torch(x):
             return functional.linear_op(x, weight, bias)  # type: ignore[no-any-return]
     return F.linear(x, weight, bias)

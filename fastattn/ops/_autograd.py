@@ -18,7 +18,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-from fastattn.ops._op import LIBRARY, Op
+from fastattn.ops._op import LIBRARY, OPS, Op
 
 Jvp = Callable[[Sequence[Any], Sequence[Tensor | None], Sequence[Tensor]], Sequence[Tensor]]
 
@@ -173,6 +173,8 @@ def _register_nodes() -> bool:
 
         extension = _native.extension()
         if extension is not None:
+            for op in OPS.values():
+                op.eager = extension.eager_call(f"fastattn::{op.name}", op.default)
             for d in _DERIVATIVES:
                 for overload in ("", "backend"):
                     names = (d.name, d.forward.name, overload, d.backward.name)

@@ -21,7 +21,7 @@ from fastattn.ops import _env
 _PACKAGE = Path(__file__).resolve().parent.parent
 # The instruction sets of csrc/cpu/dispatch.h, in its order.
 _CPU_ISAS = ("portable", "avx2", "avx512", "avx512_bf16")
-_INTERFACE = 5  # kInterface of csrc/autograd/derivative.h
+_INTERFACE = 6  # kInterface of csrc/autograd/derivative.h
 _CPU_INTERFACE = b"fastattn_cpu interface 3\0"  # in the file, by csrc/cpu/module_cpu.cpp
 # Commands that build a library that `pip install .` may leave out.
 _BUILD = {

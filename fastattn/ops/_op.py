@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from fastattn.ops import _env, _launch, _select, _vmap
-from fastattn.ops._select import CPU_BACKEND, OPS, Backend
+from fastattn.ops._select import CPU_BACKEND, Backend
+from fastattn.ops._select import OPS as OPS
 
 try:
     from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode as _TracingMode
@@ -35,6 +36,7 @@ except ImportError:  # the module is not public
 LIBRARY = torch.library.Library("fastattn", "DEF")
 _Layout = tuple[Sequence[int], Sequence[int], torch.dtype]
 _MAX_LAYOUTS = 4096
+_is_compiling = torch.compiler.is_compiling
 
 
 _SCHEMA_TYPES = {
@@ -138,6 +140,8 @@ class Op:
         LIBRARY.define(f"{name}.out({arguments}, *, {written}) -> ({written})")
         packet = getattr(torch.ops.fastattn, name)
         self.default, self.named, self.out = packet.default, packet.backend, packet.out
+        # The default overload as eager code calls it, with the arguments by position.
+        self.eager: Callable[..., Any] = self.default
         schema = self.default._schema
         self.arguments = [a.name for a in schema.arguments]
         self.results = [r.name for r in schema.returns]
@@ -180,7 +184,7 @@ class Op:
             backend = self.choice(backend)
             if backend is not None:
                 return lambda *args: self.named(*args, backend)
-        return self.default
+        return self.default if _is_compiling() else self.eager
 
     def choice(self, backend: Any) -> str | None:
         """The backend that the call requests, else the one that FASTATTN_BACKEND requests."""

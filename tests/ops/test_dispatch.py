@@ -128,6 +128,38 @@ def test_traces_hold_the_ops(op: str, requires_grad: bool) -> None:
     assert torch.equal(trace(*others), function(*others))
 
 
+def test_eager_calls_parse_as_pytorch_does() -> None:
+    """What `csrc/autograd/eager_call.h` does not parse itself is PyTorch's, errors included."""
+    fastattn.layer_norm(torch.ones(1, 3))  # loads the extension
+    layer_norm, attention = (_select.OPS[n] for n in ("layer_norm_fwd", "attention_fwd"))
+    x = torch.randn(2, 3)
+    expected = layer_norm.default(x, None, None, 1.0)
+    for args in ((x, None, None, 1.0), (x, None, None, 1), (x.as_subclass(_Own), None, None, 1.0)):
+        for y, z in zip(layer_norm.eager(*args), expected, strict=True):
+            assert torch.equal(y, z)
+    assert type(layer_norm.eager(x.as_subclass(_Own), None, None, 1.0)[0]) is _Own
+    fields = functional.ForwardCall(*[torch.randn(1, 1, 4, 8) for _ in range(3)])._asdict()
+    wrong: list[tuple[Op, tuple[Any, ...]]] = [
+        (layer_norm, (x,)),
+        (layer_norm, (x, None, None, "1")),
+        (layer_norm, ([1.0], None, None, 1.0)),
+        (layer_norm, (x, torch.ones(4), None, 1.0)),
+        (attention, tuple((fields | {"window_left": 2**70}).values())),
+        (attention, tuple((fields | {"window_left": True}).values())),
+        (attention, tuple((fields | {"window_left": 0.5}).values())),
+        (attention, tuple((fields | {"q": torch.ones(2)}).values())),
+    ]
+    for op, args in wrong:
+        raised = []
+        for call in (op.eager, op.default):
+            try:
+                call(*args)
+                raised.append(None)
+            except Exception as error:
+                raised.append((type(error), str(error)))
+        assert raised[0] == raised[1]
+
+
 class _Own(Tensor):
     pass
 

@@ -41,6 +41,9 @@ constexpr int kTileSums = kMostLanes * (kTileDistances + kMostLanes) + kMostLane
 // Largest number of queries, in all heads that share keys, that are computed without packing keys.
 // One query of each head never packs them (decode.h; with AVX-512 not measured).
 constexpr int kFewRows = 8;
+// Keys up to which delta is computed from the weights in half precision: out's rounding error shows
+// where gradients vanish in theory, as in rows with one key.
+constexpr int kFewKeys = 4;
 // Keys of a split for few queries. Where one worker computes all splits, it combines them in the
 // same way, so that the bits are the same.
 constexpr int kSplitKeys = 1024;
@@ -165,6 +168,10 @@ struct Problem {
   bool is_few(const Sequence& s) const { return is_few(s.queries, s.keys); }
   // Whether those of all sequences are.
   bool all_few() const { return queries == 1 || (!cu_seqlens_q && is_few(queries, keys)); }
+  // Whether no row may attend more than kFewKeys keys, by sizes and window.
+  bool has_few_keys() const {
+    return keys <= kFewKeys || int64_t{window_left} + window_right < kFewKeys;
+  }
   int64_t row_tiles() const { return ceil_div(queries, kTileRows); }
   // Rows of a tile in the workspace, even; few if there are few queries.
   int64_t rows_in_tile() const {
@@ -217,7 +224,7 @@ struct Backward : Problem {
   float *m, *log_sum;
   float* distance_sums;  // see distance_sums_of
   // Whether delta is computed from the weights instead of the rounded out. The mask's gradient is a
-  // sum of ds alone and would show the rounding error.
+  // sum of ds alone and would show the rounding error (see kFewKeys, too).
   bool exact_delta;
   // The gradient of the weights (see Forward), null: 0.
   const float* dweights = nullptr;

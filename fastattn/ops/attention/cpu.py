@@ -22,7 +22,8 @@ from fastattn.ops.attention.calls import (
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LEAST_PAGE = 16
 _MAX_POSITIONS = 2**28  # the kernels compute sums of positions in 32 bits
-_FEW_ROWS, _LARGE_LSE = 8, 2800.0  # no less rows and no larger lse than in the kernels
+# No less rows and keys, and no larger lse than in the kernels.
+_FEW_ROWS, _FEW_KEYS, _LARGE_LSE = 8, 4, 2800.0
 
 
 def unavailable() -> str | None:
@@ -60,10 +61,18 @@ def attention_with_weights_fwd_unsupported(call: Any) -> str | None:
 attention_with_weights_bwd_unsupported = attention_with_weights_fwd_unsupported
 
 
+def _has_few_keys(call: BackwardCall) -> bool:
+    left, right = call.window_left, 0 if call.causal else call.window_right
+    return call.k.shape[2] <= _FEW_KEYS or (min(left, right) >= 0 and left + right < _FEW_KEYS)
+
+
 def attention_bwd_uses_lse(call: BackwardCall) -> bool:
     """The gradient of a mask may be computed for weights whose sum is 1. The weights of few rows
-    (kFewRows) and of rows with a large lse (kLargeLse) always are.
+    (kFewRows), of few keys in half precision (kFewKeys) and of rows with a large lse (kLargeLse)
+    always are.
     """
+    if call.q.dtype.itemsize < 4 and _has_few_keys(call):
+        return False
     rows = call.q.shape[2] * call.q.shape[1] // max(1, call.k.shape[1])
     has_large = (call.lse.nan_to_num(neginf=0.0).abs() > _LARGE_LSE).any()
     return not (call.needs[3] or call.q.shape[2] == 1 or rows <= _FEW_ROWS or has_large)

@@ -64,6 +64,7 @@ _Gradients = tuple[Tensor | None, ...]
 # weights noticeably, so forward and backward must compute them in the same way. Checked on the CPU
 # only.
 _HUGE = 1e6
+_FEW_KEYS = 4
 
 
 def _is_empty(call: AnyCall) -> bool:
@@ -172,11 +173,14 @@ def attention_bwd_unsupported(call: BackwardCall) -> str | None:
 
 
 def attention_bwd_uses_lse(call: BackwardCall) -> bool:
-    """True for the fused kernels; products compute the softmax again."""
+    """True for the fused kernels; products compute the softmax again. The kernels compute delta
+    from the rounded out, whose error shows where gradients vanish in theory, as with one key.
+    """
+    few_keys = call.q.dtype.itemsize < 4 and call.k.shape[2] <= _FEW_KEYS
     needs_scores = (call.needs[3] and call.mask is not None) or (
         call.needs[4] and call.distance_bias is not None
     )
-    return is_fused(call) and not (needs_scores or _has_huge_scores(call))
+    return is_fused(call) and not (few_keys or needs_scores or _has_huge_scores(call))
 
 
 def attention_bwd(call: BackwardCall) -> _Gradients:
@@ -210,8 +214,7 @@ def _padded_bwd(call: BackwardCall, first: int, dweights: Tensor | None) -> _Gra
         dq, dk, dv = _fused_bwd(t, call.out, lse, dout, dlse)
     else:
         dq, dk, dv, ds, delta = _products_bwd(t, call, first, dout, dlse, dweights)
-        if dsinks is not None and dweights is not None:
-            assert call.sinks is not None
+        if dsinks is not None and call.sinks is not None:
             dsinks = _dsinks(delta, call.dlse, call.lse, call.sinks)
         if needs_dmask and call.mask is not None:
             dmask = ds.sum_to_size(call.mask.shape).to(call.mask.dtype)
@@ -308,7 +311,7 @@ def _products_bwd(
     dlse: Tensor | None,
     dweights: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """dq, dk, dv, the gradient of the scores [B, H, M, N], and delta [B, H, M] with dweights."""
+    """dq, dk, dv, the gradient of the scores [B, H, M, N], and delta [B, H, M] for the sinks."""
     (B, H, M, D), (_, K, N, _) = t.q.shape, t.k.shape
     s, ratio = _scores(t, call.softcap)
     p, lse = _softmax(s)
@@ -333,7 +336,7 @@ def _products_bwd(
     q = _by_group(t.q.to(p.dtype) * t.scale, K)
     dq = (dproduct @ t.k.to(p.dtype) * t.scale).view(B, H, M, D)
     dk = dproduct.transpose(-1, -2) @ q
-    delta = None if dweights is None else (p * dp).sum(-1)
+    delta = (p * dp).sum(-1) if call.needs[5] else None
     return dq.to(t.q.dtype), dk.to(t.q.dtype), dv.to(t.q.dtype), ds, delta
 
 

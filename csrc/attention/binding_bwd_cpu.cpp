@@ -71,6 +71,7 @@ void set_gradients(Backward& a, const Call& call, const std::vector<bool>& needs
     a.dmask = mask_view(gradients.dmask, "dmask", a);
     STD_TORCH_CHECK(std::equal(a.mask.sizes, a.mask.sizes + 4, a.dmask.sizes),
                     "dmask must have the sizes of mask");
+    a.exact_delta = a.type != DType::kFloat32;
   }
   if (needs[4] && call.distance_bias) {
     const int64_t entries = a.distance_bias.count;
@@ -98,8 +99,6 @@ void compute_bwd(const Call& call, const Outputs& outputs, bool average,
     a.dlse = data_of<const float>(*outputs.dlse, "dlse", all_rows, ScalarType::Float);
   }
   set_gradients(a, call, needs, gradients);
-  a.exact_delta = a.type != DType::kFloat32 &&
-                  (a.has_few_keys() || a.dmask.type != MaskType::kNone);
   if (outputs.dweights) {
     const int64_t weights = a.batch * (average ? 1 : a.heads) * a.queries * a.keys;
     a.dweights = data_of<const float>(*outputs.dweights, "dweights", weights, ScalarType::Float);

@@ -517,7 +517,7 @@ void delta(const Backward& a, Queue& queue, float* workspace) {
     float* result = a.delta + position;
     if (!a.dout.data && !a.dweights) {
       memset(result, 0, sizeof(float) * rows.count);
-    } else if (a.exact_delta) {
+    } else if (a.exact_delta || (a.type != DType::kFloat32 && a.has_few_keys(at.sequence))) {
       delta_from_weights(a, at, rows, memory, result);
     } else {
       delta_from_out(a, at, rows, known, result);

@@ -168,9 +168,9 @@ struct Problem {
   bool is_few(const Sequence& s) const { return is_few(s.queries, s.keys); }
   // Whether those of all sequences are.
   bool all_few() const { return queries == 1 || (!cu_seqlens_q && is_few(queries, keys)); }
-  // Whether no row may attend more than kFewKeys keys, by sizes and window.
-  bool has_few_keys() const {
-    return keys <= kFewKeys || int64_t{window_left} + window_right < kFewKeys;
+  // Whether no row of the sequence may attend more than kFewKeys keys, by its size and the window.
+  bool has_few_keys(const Sequence& s) const {
+    return s.keys <= kFewKeys || int64_t{window_left} + window_right < kFewKeys;
   }
   int64_t row_tiles() const { return ceil_div(queries, kTileRows); }
   // Rows of a tile in the workspace, even; few if there are few queries.

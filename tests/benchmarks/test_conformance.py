@@ -47,8 +47,13 @@ def test_reproductions() -> None:
     assert max(pytorch_cpu.gradients_of_large_scores(2.0**14, math)) < 1e-6
     assert sum(pytorch_cpu.not_finite_gradients(flash)) > 0
     assert sum(pytorch_cpu.not_finite_gradients(math)) == 0
+    assert max(pytorch_cpu.gradients_of_two_keys(flash)[:2]) > 1.0
+    assert max(pytorch_cpu.gradients_of_two_keys(math)) < 0.01
     error, largest = pytorch_cpu.bias_gradient_of_layer_norm(torch.bfloat16, 1500)
     assert error > 0.01 * largest
+    for dtype in (torch.bfloat16, torch.float16):
+        assert pytorch_cpu.weights_with_added_number(0.0, dtype) < 0.01
+        assert pytorch_cpu.weights_with_added_number(-1e4, dtype) > 0.1
 
 
 def test_reproductions_with_transformers() -> None:
@@ -57,3 +62,19 @@ def test_reproductions_with_transformers() -> None:
 
     assert transformers_cpu.not_finite(300.0, torch.float16) == 2080
     assert transformers_cpu.not_finite(300.0, torch.bfloat16) == 0
+    for dtype in (torch.bfloat16, torch.float16):
+        assert transformers_cpu.error_with(dtype) < 0.01
+        assert transformers_cpu.error_with(dtype, number=-1e4) > 0.1
+    assert transformers_cpu.error_with(torch.bfloat16, amplitude=1e4) > 0.1
+    assert min(transformers_cpu.gradients_beside_a_sink(torch.bfloat16, 30.0)) > 0.005
+
+
+def test_reproductions_with_onnxruntime() -> None:
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnx")
+    from examples.conformance import onnxruntime_cpu
+
+    assert onnxruntime_cpu.error_with("fp16") < 0.01
+    assert onnxruntime_cpu.error_with("fp16", number=-1e4) > 0.1
+    assert onnxruntime_cpu.error_with("fp16", amplitude=1e4) == float("inf")
+    assert onnxruntime_cpu.error_with("fp32", number=-1e4) < 1e-3

@@ -96,7 +96,7 @@ struct DistanceBias {
 constexpr int kDistancePadding = 192;
 
 // Score modifications before masks: cap * tanh(score / cap), then a bias is added.
-struct ScoreChanges {
+struct ScoreModifications {
   float cap = 0.0f;  // 0: none
   DistanceBias bias;
 
@@ -174,7 +174,7 @@ enum class Variant {
   kScoresDense,    // decides at run time whether it drops weights, and whether the mask is additive
   kPagedScores,    // bounded, for keys and values in pages; not in the backward
 };
-FASTATTN_PURE bool changes_scores(Variant variant) {
+FASTATTN_PURE bool modifies_scores(Variant variant) {
   return variant >= Variant::kScores;
 }
 // Whether an instance supports additive masks, and dropout.
@@ -196,20 +196,20 @@ FASTATTN_PURE bool is_dense(Variant variant) {
 
 // Rows of a tile and keys of a block, by the larger head dim rounded up to the instance's.
 FASTATTN_PURE int forward_tile_rows(int head_dim, Variant variant) {
-  return head_dim <= 64 && !is_additive(variant) && !changes_scores(variant) ? 192 : 128;
+  return head_dim <= 64 && !is_additive(variant) && !modifies_scores(variant) ? 192 : 128;
 }
 FASTATTN_PURE int forward_block(int head_dim, Variant variant = Variant::kFull) {
   if (head_dim > 192 && variant == Variant::kScoresDropout) {
     return 32;  // 64 would spill 24 bytes
   }
-  if (head_dim > 128 && (is_additive(variant) || changes_scores(variant))) {
+  if (head_dim > 128 && (is_additive(variant) || modifies_scores(variant))) {
     return 64;
   }
   return head_dim <= 128 ? 128 : head_dim <= 192 ? 112 : 80;
 }
 
 // Arguments of both directions. Pointers to workspace are set by their lay_out
-// (sm90/forward/workspace.h, sm90/backward/workspace.h).
+// (sm90/forward/fwd_workspace.h, sm90/backward/bwd_workspace.h).
 struct Problem : LengthsAndBounds {
   DType dtype;
   TensorView q, k, v;
@@ -220,7 +220,7 @@ struct Problem : LengthsAndBounds {
   DenseMask mask;
   float scale;
   Sinks sinks;
-  ScoreChanges changes;
+  ScoreModifications modifications;
 };
 
 struct ForwardProblem : Problem {
@@ -241,9 +241,9 @@ template <DType kType>
 const char* combine_splits(const ForwardProblem& problem, cuda::Stream stream);
 
 // Rows and keys of a block, by the larger head dim rounded up to the instance's.
-FASTATTN_PURE int backward_rows(int head_dim, bool changes_scores = false) {
+FASTATTN_PURE int backward_rows(int head_dim, bool modifies_scores = false) {
   return head_dim <= 64    ? 128
-         : head_dim <= 128 ? (changes_scores ? 64 : 80)
+         : head_dim <= 128 ? (modifies_scores ? 64 : 80)
          : head_dim <= 192 ? 96
                            : 64;
 }

@@ -1,6 +1,6 @@
 // fastattn_sm90's attention backward.
 #include "attention/binding_sm90.h"
-#include "attention/sm90/backward/workspace.h"
+#include "attention/sm90/backward/bwd_workspace.h"
 
 namespace fastattn::attention {
 namespace {

@@ -332,7 +332,7 @@ inline bool is_supported(const StableIValue* call, bool has_pages) {
   int64_t keys = k.size(rows);
   if (block_table) {
     const TensorOnStack table(*block_table);
-    if (keys < kLeastPage || (keys & (keys - 1)) != 0 || keys > kMaxPositions) {
+    if (keys < kMinPage || (keys & (keys - 1)) != 0 || keys > kMaxPositions) {
       return false;
     }
     keys *= table.dim() == 2 ? table.size(1) : 1;

@@ -1,11 +1,11 @@
 // fastattn_sm90's attention forward.
 #include "attention/binding_sm90.h"
-#include "attention/sm90/forward/workspace.h"
+#include "attention/sm90/forward/fwd_workspace.h"
 
 namespace fastattn::attention {
 namespace {
 
-constexpr int kLeastLog2Page = 4, kMostLog2Page = 8;
+constexpr int kMinLog2Page = 4, kMaxLog2Page = 8;
 
 Pages pages_of(const Call& call) {
   if (!call.block_table) {
@@ -13,8 +13,8 @@ Pages pages_of(const Call& call) {
   }
   const Tensor &table = *call.block_table, &k = call.k;
   STD_TORCH_CHECK(table.dim() == 2 && !call.packed(), "block_table must have 2 dimensions");
-  int log2_size = kLeastLog2Page;
-  while (log2_size < kMostLog2Page && int64_t{1} << log2_size != k.size(2)) {
+  int log2_size = kMinLog2Page;
+  while (log2_size < kMaxLog2Page && int64_t{1} << log2_size != k.size(2)) {
     ++log2_size;
   }
   STD_TORCH_CHECK(int64_t{1} << log2_size == k.size(2) && k.size(0) <= kMaxRows,
@@ -32,7 +32,7 @@ Pages pages_of(const Call& call) {
 Variant paged_variant(Variant variant) {
   STD_TORCH_CHECK(!has_dropout(variant) && !is_dense(variant),
                   "keys in pages take no dropout and no mask");
-  return changes_scores(variant) ? Variant::kPagedScores : Variant::kPaged;
+  return modifies_scores(variant) ? Variant::kPagedScores : Variant::kPaged;
 }
 
 void attention_fwd(StableIValue* stack, uint64_t, uint64_t) {
@@ -57,7 +57,7 @@ void attention_fwd(StableIValue* stack, uint64_t, uint64_t) {
   Variant variant = variant_of(problem, true);
   const bool simple = !problem.dropout.seed && !is_dense(variant);
   // Biases by distance belong to these keys, and to the heads of these rows.
-  if (simple && !call.packed() && !problem.changes.bias.data) {
+  if (simple && !call.packed() && !problem.modifications.bias.data) {
     cut_keys_of_one_query(problem);
     merge_groups(problem);
   }

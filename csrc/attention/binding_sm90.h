@@ -192,8 +192,8 @@ inline Sinks sinks_of(const Call& call, const Problem& p) {
 }
 
 // distance_bias: padded on both sides, [batch or 1, heads, ...]; batch entries are sequences.
-inline ScoreChanges changes_of(const Call& call, const Problem& p) {
-  ScoreChanges result;
+inline ScoreModifications modifications_of(const Call& call, const Problem& p) {
+  ScoreModifications result;
   result.cap = static_cast<float>(call.softcap);
   if (call.distance_bias) {
     const Tensor& bias = *call.distance_bias;
@@ -254,7 +254,7 @@ inline void set_problem(Problem& p, const Call& call, bool tiles_keys) {
   p.mask = mask_of(call, p);
   p.scale = static_cast<float>(call.scale);
   p.sinks = sinks_of(call, p);
-  p.changes = changes_of(call, p);
+  p.modifications = modifications_of(call, p);
 }
 
 // The variant of a problem with dropout, a dense mask, score modifications or sinks; without, the
@@ -262,7 +262,7 @@ inline void set_problem(Problem& p, const Call& call, bool tiles_keys) {
 inline Variant variant_of(const Problem& p, bool with_sinks) {
   const bool drops = p.dropout.seed;
   with_sinks = with_sinks && p.sinks.data;
-  if (p.changes.any() || (with_sinks && (p.mask.data || drops))) {
+  if (p.modifications.any() || (with_sinks && (p.mask.data || drops))) {
     return p.mask.data ? Variant::kScoresDense : drops ? Variant::kScoresDropout : Variant::kScores;
   }
   if (!p.mask.data) {

@@ -275,8 +275,8 @@ Results call_other_backend_into(Results results, const char* op, const Arguments
 // the results, as those of `.out`.
 template <bool kGiven>
 void pass_to_other_backend(const char* op, StableIValue* stack, size_t arguments, size_t results) {
-  constexpr size_t kMostArguments = 32;
-  std::array<StableIValue, kMostArguments> values;
+  constexpr size_t kMaxArguments = 32;
+  std::array<StableIValue, kMaxArguments> values;
   STD_TORCH_CHECK(arguments < values.size(), op, " has too many arguments");
   std::copy_n(stack, arguments, values.begin());
   std::vector<Tensor> given = given_results<kGiven>(stack, arguments, results);

@@ -8,7 +8,7 @@ extern "C" const char* cudaGetErrorString(cudaError_t) {
   return "an error of CUDA";
 }
 
-#include "attention/sm90/backward/attention_bwd_sm90.cuh"
+#include "attention/sm90/backward/main/attention_bwd_sm90.cuh"
 #include "attention/sm90/backward/mask_classes_bwd_sm90.cuh"
 #include "attention/sm90/masks/mask_classes_sm90.cuh"
 
@@ -37,7 +37,7 @@ namespace {
 template <DType kType, int kHeadDim>
 const char* run(const BackwardProblem& problem) {
   const bool drops = problem.dropout.seed;
-  if (problem.changes.any()) {
+  if (problem.modifications.any()) {
     return problem.mask.data
                ? attention_bwd_sm90<kType, kHeadDim, Variant::kScoresDense>(problem, nullptr)
                : attention_bwd_sm90<kType, kHeadDim, Variant::kScores>(problem, nullptr);

@@ -50,10 +50,10 @@ def _initialised(source: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     "file",
     [
-        "forward/storage.cuh",
-        "backward/storage.cuh",
-        "backward/dmask_tiles.cuh",
-        "backward/distance_tiles.cuh",
+        "forward/fwd_storage.cuh",
+        "backward/main/bwd_storage.cuh",
+        "backward/dmask/dmask_tiles.cuh",
+        "backward/distance/distance_tiles.cuh",
     ],
 )
 def test_table_of_barriers(file: str) -> None:

@@ -229,7 +229,7 @@ def test_scores_released_too_early(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         pytest.skip(reason)
     source, defines = TESTS / "sm90_attention_bwd.cpp", ["ONLY_HEAD_DIM=128", "ONLY_VARIANT=kBias"]
     faulty = changed_sources(
-        tmp_path, "attention/sm90/backward/consumer.cuh", _FINISH_DQ + _RELEASE,
+        tmp_path, "attention/sm90/backward/main/bwd_consumer.cuh", _FINISH_DQ + _RELEASE,
         _RELEASE + _FINISH_DQ,
     )  # fmt: skip
     machine = build(source, defines, csrc=faulty)

@@ -30,7 +30,7 @@ HARMLESS = (
     ),
     Harmless(
         "no bar.sync",
-        "clear_dead_values(own, tile, n);",
+        "clear_dead_values(state, tile, n);",
         "the ping-pong barrier follows, or clear_dead_values of the last block",
     ),
     Harmless("bulk wait for reads only", "} ptx::cp_async_bulk_wait_group();", "as before"),
@@ -75,21 +75,21 @@ def test_forward(monkeypatch: pytest.MonkeyPatch) -> None:
 REBUILT = {
     # A late warp misses a phase.
     "no barrier between skipped blocks": (
-        "part.cuh",
+        "fwd_part.cuh",
         "        sync_group();\n        release_key(false);",
         "        release_key(false);",
         forward.Case(64, "kBounded", M=70, N=1500, causal=2, H=1, K=1),
     ),
     # The next metadata overwrites what is still read.
     "as many slots of metadata as of K": (
-        "config.cuh",
+        "fwd_config.cuh",
         "kMetadataSlots = 2 * kStages",
         "kMetadataSlots = kStages",
         forward.Case(64, "kDropout", M=70, N=1000, dropout_p=0.3, H=1, K=1),
     ),
     # The copy overtakes a warp that still reads.
     "one arrival frees a slot of the mask": (
-        "storage.cuh",
+        "fwd_storage.cuh",
         "slot.empty.init(kWarpsPerGroup);",
         "slot.empty.init(1);",
         forward.Case(128, "kBias", mask=torch.bfloat16, M=130, N=400, H=1, K=1),
@@ -132,7 +132,7 @@ CHANGES = {
     "64 splits, sinks": (
         Mutation(
             "attention/sm90/forward/output.cuh",
-            "Traits::kSinks && !is_split(own)",
+            "Traits::kSinks && !is_split(state)",
             "Traits::kSinks",
         ),
         Mutation(
@@ -155,19 +155,23 @@ CHANGES = {
     ),
     "64 scores": (
         Mutation(
-            "attention/sm90/forward/scores.cuh",
-            "n * Traits::kBlock + own.thread_here().first_column()",
-            "own.thread_here().first_column()",
+            "attention/sm90/forward/fwd_blocks.cuh",
+            "n * Traits::kBlock + state.thread_here().first_column()",
+            "state.thread_here().first_column()",
         ),
         Mutation(
-            "attention/sm90/forward/scores.cuh", "first_key - own.upper_row(tile)", "first_key"
+            "attention/sm90/forward/fwd_blocks.cuh",
+            "first_key - state.upper_row(tile)",
+            "first_key",
         ),
-        Mutation("attention/sm90/masks/scores.cuh", "fabsf(x) < kNear", "true"),
+        Mutation("attention/sm90/masks/score_modifications.cuh", "fabsf(x) < kNear", "true"),
     ),
     "128 own diagonals, distances": (
-        Mutation("attention/sm90/masks/scores.cuh", "batch * bias.batch_stride", "0"),
+        Mutation("attention/sm90/masks/score_modifications.cuh", "batch * bias.batch_stride", "0"),
         Mutation(
-            "attention/sm90/masks/scores.cuh", "limits.own_diagonals ? keys - queries : 0", "0"
+            "attention/sm90/masks/score_modifications.cuh",
+            "limits.own_diagonals ? keys - queries : 0",
+            "0",
         ),
     ),
 }

@@ -178,7 +178,7 @@ MUTATIONS = [
         (_SOURCE, "key >> pages.log2_size", "key >> (pages.log2_size + 1)"),
         (_SOURCE, "after < Traits::kBlock ? key + after : next", "key + after"),
         (_SOURCE, "(key + row) & (page_size(pages) - 1)", "key + row"),
-        ("attention/sm90/forward/producer.cuh", "source.first_of(next)", "key"),
+        ("attention/sm90/forward/fwd_producer.cuh", "source.first_of(next)", "key"),
         ("sm90/tile/shared_tile.cuh", "to * kRowBytes", "0"),
     )
 ]

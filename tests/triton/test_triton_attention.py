@@ -46,8 +46,8 @@ from fastattn.ops.attention.op import CAUSAL
 from fastattn.ops.attention.spec_inputs import (
     make_inputs,
 )
+from fastattn.ops.attention.triton import call_shape
 from fastattn.ops.attention.triton import forward as kernels
-from fastattn.ops.attention.triton import launch
 from fastattn.ops.attention.triton import tiles as device_tiles
 from fastattn.ops.attention.triton.fwd_config import ForwardConfig
 from fastattn.testing.compare import compare
@@ -468,7 +468,7 @@ def test_dropout_bits_are_those_of_the_definition(
     if kind == "zero" and not _env.architecture("cuda", 0).startswith("sm_"):
         pytest.skip("an instruction of NVIDIA's")
     seed, stream, b, h, start = torch.tensor([(5 << 40) + 77, *origin]), 3, 1, 2, 32
-    given = launch.attention_seed(seed.to(DEVICE))
+    given = call_shape.attention_seed(seed.to(DEVICE))
     x, out = (torch.ones(32, 64, dtype=dtype, device=DEVICE) for _ in range(2))
     for p in (0.001, 0.1, 0.496, 0.5, 0.504, 0.9, 0.999):
         numbers = (stream, threshold(p), b, h, start)
@@ -485,7 +485,7 @@ def test_dead_keys_match_allowed_pairs() -> None:
             call = ForwardCall(q, k, k, causal=causal, window_left=left, window_right=right)
             pairs = reference.allowed_pairs(q, k, None, None, None, causal, left, right)
             dead = not pairs.expand(1, 1, M, N).any(2).all()
-            assert launch.facts_of(call).dead_keys == dead, (M, N, causal, left, right)
+            assert call_shape.call_shape_of(call).dead_keys == dead, (M, N, causal, left, right)
 
 
 def test_descriptors_need_strides_of_16_bytes() -> None:
@@ -493,11 +493,11 @@ def test_descriptors_need_strides_of_16_bytes() -> None:
     one_head = torch.empty_strided((1, 1, 5, 16), (3, 5, 16, 1), dtype=FP16)
     parts = x[:, :1, :, :8], x[:1, 1:2], torch.empty(1, 1, 5, 8), one_head
     for described in (x, x.transpose(1, 2), *parts):
-        assert launch.fits_descriptor(described)
-        [template, _] = launch.descriptor_templates(described, 16, (16, 0))
+        assert call_shape.fits_descriptor(described)
+        [template, _] = call_shape.descriptor_templates(described, 16, (16, 0))
         assert template is not None and template.descriptor.base is None
     for other in (x[:, :0], x[:, :, :1].expand(2, 3, 5, 16), torch.empty(2, 3, 5, 12, dtype=FP16)):
-        assert not launch.fits_descriptor(other)
+        assert not call_shape.fits_descriptor(other)
 
 
 @pytest.mark.parametrize("M, N", [(1, 600), (600, 1)])

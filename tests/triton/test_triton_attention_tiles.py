@@ -31,8 +31,8 @@ from fastattn.ops.attention.triton import backward, base_tiles, bwd_bind, mask_l
 from fastattn.ops.attention.triton import tiles as device_tiles
 from fastattn.ops.attention.triton.bwd_config import BwdConfig, BwdTile
 from fastattn.ops.attention.triton.bwd_parts import LSE_DELTA_ALIGNMENT
-from fastattn.ops.attention.triton.launch import facts_of
-from fastattn.ops.attention.triton.tiles import Case
+from fastattn.ops.attention.triton.call_shape import call_shape_of
+from fastattn.ops.attention.triton.tiles import KernelConstants
 
 DEVICE = _env.default_device()
 NATIVE = DEVICE.type == "cuda"
@@ -200,7 +200,7 @@ def test_backward_lists_match_allowed_pairs(letters: str, is_prepared: bool, by_
     lengths, queries = lengths.to(DEVICE), queries.to(DEVICE)
     words = prepared.classify(mask) if is_prepared and mask is not None else None
     inputs = q.to(DEVICE), k.to(DEVICE), k.to(DEVICE), mask, words, lengths, queries
-    facts = facts_of(ForwardCall(*inputs, causal=2))
+    facts = call_shape_of(ForwardCall(*inputs, causal=2))
     base = base_tiles.base_tiles(facts, 16, 16)
     lists = mask_lists.base_tile_lists(base, block_m, block_n, by_key)
     bits = torch.full(base.shape, 1 << 6, dtype=torch.uint8, device=DEVICE)
@@ -290,7 +290,7 @@ def test_dead_rows_and_keys_match_allowed_pairs() -> None:
         for left, right in itertools.product(range(-1, 4), range(-1, 4)):
             restrictions = (None, None, None, causal, left, right)
             call = ForwardCall(q, k, k, causal=causal, window_left=left, window_right=right)
-            facts = facts_of(call)
+            facts = call_shape_of(call)
             pairs = reference.allowed_pairs(q, k, *restrictions).expand(1, 1, M, N)
             assert facts.dead_rows != pairs.any(3).all(), (M, N, causal, left, right)
             assert facts.dead_keys != pairs.any(2).all(), (M, N, causal, left, right)
@@ -298,7 +298,7 @@ def test_dead_rows_and_keys_match_allowed_pairs() -> None:
 
 def _constants(
     tiling: BwdConfig, M: int = 64, N: int = 64, expanded: str = ""
-) -> tuple[Case, Case]:
+) -> tuple[KernelConstants, KernelConstants]:
     """Constants of the kernels for dq and for dk and dv. expanded: the tensor that serves both
     batches.
     """
@@ -311,7 +311,7 @@ def _constants(
     none = torch.empty(0)
     gradients = Gradients(*(torch.empty_like(x[name]) for name in "qkv"), none, none, none)
     layout = bwd_bind.layout_of(tiling, call)
-    binder = bwd_bind._Binder(layout, facts_of(call), call, gradients, True)
+    binder = bwd_bind._Binder(layout, call_shape_of(call), call, gradients, True)
     [(dkdv, _, _)] = binder.dkdv()
     return binder.dq().func.constants["CASE"], dkdv.func.constants["CASE"]
 

@@ -34,8 +34,8 @@ from fastattn.ops.attention.triton import (  # noqa: E402
     backward,
     base_tiles,
     bwd_bind,
+    call_shape,
     forward,
-    launch,
     mask_lists,
     tiles,
 )
@@ -575,7 +575,7 @@ def test_kernels_are_compiled_for_their_tensors_device(monkeypatch: pytest.Monke
     monkeypatch.setattr(_env, "architecture", lambda kind, index: f"{kind} {index}")
     for n, device in enumerate((torch.device("cuda"), torch.device("cuda", 1))):
         x = types.SimpleNamespace(device=device, is_cuda=True, get_device=lambda n=n: n)
-        for architecture in (launch.architecture, ffn._arch, norms._arch):
+        for architecture in (call_shape.architecture, ffn._arch, norms._arch):
             assert architecture(x) == f"cuda {n}"
 
 

@@ -35,8 +35,8 @@ constexpr int kTileDistances = kTileRows + kTileKeys;
 // kDistanceParts. With fewer, workers could be idle; each takes 2 / head_dim of q's memory in fp32.
 constexpr int kDistanceParts = 8;
 // Floats of one tile's sums by distance: rows for each lane of a vector, with margins of a vector.
-constexpr int kMostLanes = 16;
-constexpr int kTileSums = kMostLanes * (kTileDistances + kMostLanes) + kMostLanes;
+constexpr int kMaxLanes = 16;
+constexpr int kTileSums = kMaxLanes * (kTileDistances + kMaxLanes) + kMaxLanes;
 
 // Largest number of queries, in all heads that share keys, that are computed without packing keys.
 // One query of each head never packs them (decode.h; with AVX-512 not measured).
@@ -92,10 +92,10 @@ struct DistanceBias {
   }
 };
 
-// Keys and values in pages of 2^shift keys, at least kLeastPage: key j of sequence b is row j %
+// Keys and values in pages of 2^shift keys, at least kMinPage: key j of sequence b is row j %
 // size of page table[b * per_sequence + j / size]. The batch strides of k and v are those of pages.
 // Entries for keys beyond the key length may be any numbers and are not read.
-constexpr int kLeastPage = 16;
+constexpr int kMinPage = 16;
 struct Pages {
   const int32_t* table = nullptr;  // null: keys and values are not in pages
   int64_t per_sequence = 0;

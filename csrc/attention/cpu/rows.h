@@ -7,14 +7,14 @@ namespace fastattn::attention::cpu::FASTATTN_ISA {
 
 // Rows that are processed together. Groups begin at multiples of it, so that none is in two pages.
 constexpr int kGroup = 4;
-static_assert(kTileKeys % kLeastPage == 0 && kLeastPage % kGroup == 0);
+static_assert(kTileKeys % kMinPage == 0 && kMinPage % kGroup == 0);
 
 // Keys or values of one head, at most a tile's: one row after another or, if kPaged, in pages that
 // are smaller than a tile.
 template <class T, bool kPaged>
 struct Rows {
-  // Where kLeastPage rows each begin, first those with row 0; if contiguous, where all do.
-  const T* parts[kPaged ? kTileKeys / kLeastPage : 1];
+  // Where kMinPage rows each begin, first those with row 0; if contiguous, where all do.
+  const T* parts[kPaged ? kTileKeys / kMinPage : 1];
   int64_t stride = 0;
   int count = 0, dim = 0;
   int before = 0;  // rows of the first part before row 0
@@ -25,7 +25,7 @@ struct Rows {
   const T* group(int j) const {
     if constexpr (kPaged) {
       const unsigned row = before + j;
-      return parts[row / kLeastPage] + row % kLeastPage * stride;
+      return parts[row / kMinPage] + row % kMinPage * stride;
     }
     return parts[0] + j * stride;
   }
@@ -66,7 +66,7 @@ class Prefetch {
       return;
     }
     constexpr int kLine = 64 / sizeof(T);
-    if (kPaged && (rows_.before + j_) % kLeastPage == 0) {
+    if (kPaged && (rows_.before + j_) % kMinPage == 0) {
       row_ = rows_.group(j_);
     }
     const int64_t stride = rows_.stride;
@@ -97,11 +97,11 @@ inline Rows<T, kPaged> rows_of_keys(const Problem& a, const TensorView& x, const
   rows.prefetch_all = prefetch_all;
   const T* data = static_cast<const T*>(x.data);
   if constexpr (kPaged) {
-    rows.before = first % kLeastPage;
+    rows.before = first % kMinPage;
     const int32_t* table = a.pages.table + s.b * a.pages.per_sequence;
     int part = 0;
     // Only keys before the length are counted, so that the table's entry is a page.
-    for (int row = first - rows.before; row < first + count; row += kLeastPage) {
+    for (int row = first - rows.before; row < first + count; row += kMinPage) {
       rows.parts[part++] = data + table[row >> a.pages.shift] * x.batch_stride + h * x.head_stride +
                            (row & (a.pages.size - 1)) * x.row_stride;
     }

@@ -17,14 +17,14 @@ namespace fastattn::ffn {
 constexpr int64_t kGrain = 3 << 17;
 constexpr int64_t kPackGrain = 1 << 15;
 // Fewer rows take nearly as long as these: reading the weight takes the time.
-constexpr int64_t kLeastRows = 4;
+constexpr int64_t kMinRows = 4;
 // Tasks for each worker, where the shape allows them.
 constexpr int64_t kTasksPerWorker = 4;
-constexpr int64_t kLeastPanels = 2;
+constexpr int64_t kMinPanels = 2;
 
 // The cost of a product, in multiply-adds.
 inline int64_t product_work(int64_t rows, int64_t depth, int64_t columns) {
-  return std::max(rows, kLeastRows) * depth * columns;
+  return std::max(rows, kMinRows) * depth * columns;
 }
 
 // Number of workers for `work` multiply-adds.
@@ -91,7 +91,7 @@ class Team {
 
     const int64_t row_blocks = p.row_blocks();
     int64_t most = kBlockPanels;
-    while (most > kLeastPanels && workers_ > 1 &&
+    while (most > kMinPanels && workers_ > 1 &&
            row_blocks * ceil_div(count, most) < kTasksPerWorker * workers_) {
       most /= 2;
     }

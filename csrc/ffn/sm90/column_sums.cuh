@@ -214,7 +214,7 @@ __global__ void __launch_bounds__(kSumThreads)
 template <DType kType>
 const char* sum_columns_of(const SumColumns& problem, cuda::Stream stream) {
   using Element = typename TypeOf<kType>::Element;
-  if (problem.rows <= kMostParts) {
+  if (problem.rows <= kMaxParts) {
     const int blocks = tiles_of(problem.columns, kSumThreads * kPieceColumns);
     const cudaError_t error =
         sm90::launch(sum_parts_kernel<Element>, blocks, kSumThreads, 0, stream, problem, false);

@@ -102,7 +102,7 @@ constexpr int row_tiles(int rows) {
 // sum_columns adds. Their number is the one of the shortest time, in steps: waves of tiles times
 // steps, and the addition. It is the same on every GPU, so results have the same bits.
 constexpr int kDwColumns = 256;
-constexpr int kMostParts = 8;
+constexpr int kMaxParts = 8;
 constexpr int parts_of_dw(const ProductShape& shape) {
   constexpr int kMultiprocessors = 132;  // of an H100 or H200
   // The addition: its launch, and how many tiles of parts are written and read in a step's time.
@@ -110,7 +110,7 @@ constexpr int parts_of_dw(const ProductShape& shape) {
   const int tiles = row_tiles(shape.rows) * tiles_of(shape.columns, kDwColumns);
   const int steps = tiles_of(shape.depth, kDepth);
   int best = 1, shortest = tiles_of(tiles, kMultiprocessors) * steps;
-  for (int parts = 2; parts <= kMostParts && tiles <= 2 * kMultiprocessors; ++parts) {
+  for (int parts = 2; parts <= kMaxParts && tiles <= 2 * kMultiprocessors; ++parts) {
     const int steps_of_part = tiles_of(steps, parts);
     const int time = tiles_of(tiles * parts, kMultiprocessors) * steps_of_part + kLaunchSteps +
                      tiles * parts / kPartsOfStep;

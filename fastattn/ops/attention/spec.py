@@ -465,7 +465,7 @@ SAMPLES = (
        softcap=1.0, relative=("t5", 16, 40)),
     _s("sinks_relative", "a table and sinks", causal=True, M=65, sinks=1.0,
        relative=("t5_causal", 16, 40)),
-    _s("all_scores", "all changes of scores with all restrictions", "interpreter", B=3, H=4, K=2,
+    _s("all_scores", "all score modifications with all restrictions", "interpreter", B=3, H=4, K=2,
        M=70, N=90, D=24, mask="min BMN", causal="bottom_right", window=(40, -1),
        key_lengths=[90, 50, 0], query_lengths=[70, 33, 20], alibi="BH", softcap=2.0, sinks=0.5,
        relative=("t5", 16, 40), amplitude=2.0, dropout_p=0.2),
@@ -476,7 +476,7 @@ SAMPLES = (
     _s("no_queries", "empty rows", M=0, N=5),
     _s("no_keys", "rows without a key", "interpreter", M=5, N=0),
     _s("no_heads", "empty heads", H=0, M=5),
-    _s("no_heads_scores", "changes of scores of no head", H=0, M=5, alibi="H", sinks=0.0,
+    _s("no_heads_scores", "score modifications of no head", H=0, M=5, alibi="H", sinks=0.0,
        relative=("clipped", 9, 1)),
     *PAGED_SAMPLES,
 )  # fmt: skip

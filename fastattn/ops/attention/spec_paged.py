@@ -126,7 +126,7 @@ SAMPLES = (
        softcap=2.0, key_lengths=[192, 100]),
     _s("sinks", "weights of less than 1 in all; a sequence without keys", B=3, H=4, K=2, M=2, N=96,
        D=64, page=16, sinks=0.0, key_lengths=[96, 0, 40]),
-    _s("all_scores", "all changes of scores with all restrictions", B=3, H=4, K=2, M=65, N=128,
+    _s("all_scores", "all score modifications with all restrictions", B=3, H=4, K=2, M=65, N=128,
        D=24, page=16, mask="min BMN", causal="bottom_right_lengths", window=(70, -1),
        key_lengths=[128, 90, 0], query_lengths=[65, 40, 20], alibi="BH", softcap=2.0, sinks=0.5,
        relative=("t5", 16, 40), amplitude=2.0),

@@ -168,10 +168,10 @@ SAMPLES = (
     _s("softcap", "scores of all sizes", queries=[65, 33], D=16, H=4, K=2, softcap=0.7),
     _s("sinks", "rows after the last sequence and without keys", "interpreter",
        queries=[33, 17, 5], keys=[40, 20, 0], slack=7, sinks=0.0),
-    _s("one_query_scores", "decoding, with all changes of scores", queries=[1, 1, 1, 0],
+    _s("one_query_scores", "decoding, with all score modifications", queries=[1, 1, 1, 0],
        keys=[1100, 30, 0, 5], H=2, K=1, D=16, causal="bottom_right", alibi="BH", softcap=2.0,
        sinks=1.0, relative=("t5_causal", 32, 128)),
-    _s("all_scores", "all changes of scores, with a window and dropout", "interpreter",
+    _s("all_scores", "all score modifications, with a window and dropout", "interpreter",
        queries=[65, 20, 33], keys=[70, 20, 90], H=4, K=2, causal="bottom_right", window=(40, 0),
        alibi="H", softcap=2.0, sinks=0.5, relative=("clipped", 21, 1), dropout_p=0.2),
 )  # fmt: skip

@@ -33,7 +33,7 @@ class _Source:
 
 
 # -- the launch before, and the one after
-ends = _Source("backward/ends.cuh")
+ends = _Source("backward/main/prepare_finish.cuh")
 ends("contains(live, row) ? args.lse[at] : kMinusInfinity", "args.lse[at]")
 ends("lse != kMinusInfinity && column < args.value_dim", "lse != kMinusInfinity",
      "column < args.value_dim")  # fmt: skip
@@ -64,12 +64,12 @@ ends("column < args.head_dim", "true")
 ends("has_sum ? *from : Piece<Element>{}", "*from")
 
 # -- which blocks
-tiles = _Source("backward/tiles.cuh")
+tiles = _Source("backward/bwd_tiles.cuh")
 tiles("rest ? 0 : queries", "queries")
 tiles("rest ? 0 : keys", "keys")
 tiles("block - sequence.first_row_block", "block")
 tiles("work.sequence.first_row_block + step.row_block", "step.row_block")
-sizes = _Source("launch.cuh")
+sizes = _Source("common.cuh")
 sizes("clamped_length(limits.query_lengths, batch, all)", "all")
 sizes("clamped_length(limits.key_lengths, batch, all)", "all")
 sizes("bounds.diagonal = keys - queries;", "")
@@ -81,7 +81,7 @@ tiles("packing.query_offsets ? kNoEnd : args.queries", "args.queries")
 tiles("first_step<Traits>(args, work).head < args.heads_per_kv ? 1 : 0", "1", only=DENSE)
 
 # -- the main launch: barriers
-barriers = _Source("backward/storage.cuh")
+barriers = _Source("backward/main/bwd_storage.cuh")
 barriers(
     "shared.q_slots[stage].empty.init(Traits::kGroups);", "shared.q_slots[stage].empty.init(1);"
 )
@@ -89,7 +89,7 @@ barriers("slot.full.init(kWarpsPerGroup);", "slot.full.init(1);")
 barriers("shared.dout_empty.init(Traits::kGroups);", "shared.dout_empty.init(1);", only=ONE_DOUT)
 
 # -- loads, and the dQ semaphores
-producer = _Source("backward/producer.cuh")
+producer = _Source("backward/main/bwd_producer.cuh")
 producer("sequence.key_origin + work.first_key", "work.first_key")
 producer("sequence.query_origin + step.row_block * Traits::kRows", "step.row_block * Traits::kRows")
 producer("next.head == args.heads_per_kv", "false", only=DENSE)
@@ -106,10 +106,10 @@ for buffer in ("dout", "delta"):
 producer("args.lse2 + row_offset", "args.lse2")
 producer("args.delta + row_offset", "args.delta")
 producer("stage.advance();", "")
-dense_loads = _Source("backward/dense_loads.cuh")
+dense_loads = _Source("backward/main/dense_loads.cuh")
 dense_loads("now.flags", "kHasWork", only=DENSE)
 dense_loads("one_row ? 0 : metadata.step.row_block * Traits::kRows", "0", only=BIAS)
-dq = _Source("backward/dq.cuh")
+dq = _Source("backward/main/dq.cuh")
 dq("position.advance();", "")
 dq("position.advance();", "if (piece == 0) { position.advance(); }", only=ONE_DOUT)
 dq("work.first_key / Traits::kKeys - added.begin", "work.first_key / Traits::kKeys")
@@ -139,85 +139,86 @@ dq("args.in_order || rank == 0", "args.in_order", "rank == 0")
 dq("rank + 1", "rank", "rank + 2")
 
 # -- consumers
-consumer = _Source("backward/consumer.cuh")
+consumer = _Source("backward/main/bwd_consumer.cuh")
 consumer("clear(rDk);", "")
-consumer("hash_keys(own);", "", only=DROPOUT)
+consumer("hash_keys(state);", "", only=DROPOUT)
 consumer("steps.clear_keys();", "")
 consumer("steps.open();", "")
 consumer("steps.mask(rP, rDs);", "")
 consumer(
-    "store_scores(shared.ds[own.dout_slot()], rDs);\n"
-    "      issue_gradient(rDv, rP, dout_columns, own.dout_slot());",
-    "store_scores(shared.ds[0], rDs); issue_gradient(rDv, rP, dout_columns, own.dout_slot());",
+    "store_scores(shared.ds[state.dout_slot()], rDs);\n"
+    "      issue_gradient(rDv, rP, dout_columns, state.dout_slot());",
+    "store_scores(shared.ds[0], rDs); issue_gradient(rDv, rP, dout_columns, state.dout_slot());",
     only=STAGES,
 )
 consumer("sm90::descriptor_at(ds_dq, slot * Traits::ScoreTile::kBytes)", "ds_dq", only=STAGES)
 consumer(
-    "issue_product(rS, k_rows, q_rows, own.slot());",
-    "issue_product(rS, k_rows, q_rows, own.dout_slot());",
+    "issue_product(rS, k_rows, q_rows, state.slot());",
+    "issue_product(rS, k_rows, q_rows, state.dout_slot());",
     only=ONE_DOUT,
 )
 consumer(
-    "issue_gradient(rDk, shared.ds[own.dout_slot()], q_columns, own.slot());",
-    "issue_gradient(rDk, shared.ds[own.dout_slot()], q_columns, own.dout_slot());",
+    "issue_gradient(rDk, shared.ds[state.dout_slot()], q_columns, state.slot());",
+    "issue_gradient(rDk, shared.ds[state.dout_slot()], q_columns, state.dout_slot());",
     only=ONE_DOUT,
 )
 consumer(
-    "if constexpr (Traits::kStages > 1) {\n        own.sync_consumers();",
+    "if constexpr (Traits::kStages > 1) {\n        state.sync_consumers();",
     "",
-    "own.sync_group();",
+    "state.sync_group();",
     only=ONE_DOUT,
 )
 consumer(
-    "ptx::wgmma_wait_group<Part::kDqParts>();\n      ptx::pin(rDv);\n      own.release_dout();",
+    "ptx::wgmma_wait_group<Part::kDqParts>();\n      ptx::pin(rDv);\n      state.release_dout();",
     "ptx::wgmma_wait_group<Part::kDqParts>(); ptx::pin(rDv);",
-    "own.release_dout(); ptx::wgmma_wait_group<Part::kDqParts>(); ptx::pin(rDv);",
+    "state.release_dout(); ptx::wgmma_wait_group<Part::kDqParts>(); ptx::pin(rDv);",
     only=ONE_DOUT,
 )
-consumer("ptx::fence_proxy_async();\n    own.sync_consumers();",
-         "ptx::fence_proxy_async(); own.sync_group();")  # fmt: skip
+consumer("ptx::fence_proxy_async();\n    state.sync_consumers();",
+         "ptx::fence_proxy_async(); state.sync_group();")  # fmt: skip
 consumer("steps.before_stores();", "", only=BIAS)
 consumer("sm90::scale_rows(rDk, factors);", "")
 consumer(
-    "own.release_rows();",
-    "const auto before = own.stage; own.release_rows();"
-    "const auto after = own.stage; own.stage = before; steps.close(); own.stage = after;",
+    "state.release_rows();",
+    "const auto before = state.stage; state.release_rows();"
+    "const auto after = state.stage; state.stage = before; steps.close(); state.stage = after;",
     only=DENSE,
 )
-steps = _Source("backward/steps.cuh")
+steps = _Source("backward/main/steps.cuh")
 steps("row_block > plan.visited.begin ? row_block - 1 : plan.visited.end - 1", "row_block")
 steps("!contains(plan.full, row_block)", "false")
-gradients = _Source("backward/gradients.cuh")
-gradients("own.stage.passed * Traits::kDqPieces + kPiece", "own.stage.passed + kPiece",
-          "own.stage.passed * Traits::kDqPieces", only=ONE_DOUT)  # fmt: skip
+gradients = _Source("backward/main/gradients.cuh")
+gradients("state.stage.passed * Traits::kDqPieces + kPiece", "state.stage.passed + kPiece",
+          "state.stage.passed * Traits::kDqPieces", only=ONE_DOUT)  # fmt: skip
 gradients("kPiece * kFours + i", "i", only=ONE_DOUT)
 gradients("!view.data", "false", "!view.data")
 gradients("sequence.key_rows - key", "Traits::kKeys")
 gradients("columns - column", "BackwardPart<Traits>::kOwnColumns")
-weights = _Source("backward/weights.cuh")
-weights("own.shared.lse2[own.slot()]", "own.shared.lse2[0]")
-weights("own.shared.delta[own.dout_slot()]", "own.shared.delta[0]", only=STAGES)
+weights = _Source("backward/main/weights.cuh")
+weights("state.shared.lse2[state.slot()]", "state.shared.lse2[0]")
+weights("state.shared.delta[state.dout_slot()]", "state.shared.delta[0]", only=STAGES)
 weights(
     "pairs[i] = *reinterpret_cast<const float2*>(lse2 + 8 * i);",
     "pairs[i] = *reinterpret_cast<const float2*>(lse2);",
     only=STAGES,
 )
-weights("own.shared.dropout.rows[own.slot()]", "own.shared.dropout.rows[0]", only=DROPOUT)
-masks = _Source("backward/masks.cuh")
-masks("contains(own.shared.work.plan.clean, row_block)", "true")
-masks("own.args.packing.key_offsets", "nullptr")
-dense = _Source("backward/dense.cuh")
+weights("state.shared.dropout.rows[state.slot()]", "state.shared.dropout.rows[0]", only=DROPOUT)
+masks = _Source("backward/main/bwd_masks.cuh")
+masks("contains(state.shared.work.plan.clean, row_block)", "true")
+masks("state.args.packing.key_offsets", "nullptr")
+dense = _Source("backward/main/bwd_dense.cuh")
 dense("metadata.flags & kHasDead", "false", only=DENSE)
 dense("tile->clear_unmarked_rows(live, threadIdx.x % kWarpgroup, kWarpgroup);", "", only=DENSE)
-bias = _Source("backward/bias.cuh")
+bias = _Source("backward/main/bias.cuh")
 bias(
-    "own.shared.bias.scores_read.arrive();",
+    "state.shared.bias.scores_read.arrive();",
     # one warpgroup for both
-    "if (own.group == 0) { for (int i = 0; i < 2; ++i) { own.shared.bias.scores_read.arrive(); } }",
+    "if (state.group == 0) { for (int i = 0; i < 2; ++i) "
+    "{ state.shared.bias.scores_read.arrive(); } }",
     only=ONE_BIAS,
 )
-bias("own.sync_consumers();", "own.sync_group();", "", only=BIAS[1:])
-part = _Source("backward/part.cuh")
+bias("state.sync_consumers();", "state.sync_group();", "", only=BIAS[1:])
+part = _Source("backward/main/bwd_part.cuh")
 part("Traits::kGroups * kWarpgroup", "kWarpgroup")
 part(
     "if (leader) {\n      shared.q_slots[slot()].empty.arrive();\n    }",
@@ -242,16 +243,16 @@ def mutations_of(instance: str) -> list[Mutation]:
 BY_LAYOUT = (
     Harmless(
         "no wgmma fence",
-        "issue_product(rDp, v_rows, dout_rows, own.dout_slot());",
+        "issue_product(rDp, v_rows, dout_rows, state.dout_slot());",
         "nothing has touched the accumulator since the fence of the product before",
     ),
-    Harmless("no wgmma fence", "(rDq, own.dout_slot());", "as before"),
+    Harmless("no wgmma fence", "(rDq, state.dout_slot());", "as before"),
     Harmless(
         "no pin",
-        "issue_product(rDp, v_rows, dout_rows, own.dout_slot());",
+        "issue_product(rDp, v_rows, dout_rows, state.dout_slot());",
         "ordinary code only reads the accumulator, and the product overwrites it",
     ),
-    Harmless("no pin", "(rDq, own.dout_slot());", "as before"),
+    Harmless("no pin", "(rDq, state.dout_slot());", "as before"),
     Harmless("no pin", "issue_product(s, tiles.q, tiles.k);", "as before"),
     Harmless("no pin", "issue_product(dp, tiles.dout, tiles.v);", "as before"),
     Harmless("no pin", "ptx::pin(rP);", "the operand's next values come from pinned scores"),
@@ -292,7 +293,7 @@ def harmless_of(instance: str) -> tuple[Harmless, ...]:
 # -- an additive mask's gradient -------------------------------------------------------------------
 _DROPS = ("192 kBiasDropout",)
 DISTANCE = ("64 kScores", "192 kScoresDense")  # two blocks in shared memory, or one
-_dmask_tiles = _Source("backward/dmask_tiles.cuh")
+_dmask_tiles = _Source("backward/dmask/dmask_tiles.cuh")
 for right, wrong in (
     ("sizes[0] == 1 ? args.batch : 1", "1"),
     ("sizes[1] == 1 ? args.heads : 1", "1"),
@@ -309,7 +310,7 @@ for right, wrong in (
      "shared.bias_slot.empty.init(1);"),
 ):  # fmt: skip
     _dmask_tiles(right, wrong, only=DMASK)
-_dmask_producer = _Source("backward/dmask_producer.cuh")
+_dmask_producer = _Source("backward/dmask/dmask_producer.cuh")
 for right, wrong in (
     ("one_row ? 0 : item.row", "0"),
     ("layout.heads > 1 ? item.head : 0", "0"),
@@ -318,7 +319,7 @@ for right, wrong in (
     ("item.head / args.heads_per_kv", "0"),
 ):
     _dmask_producer(right, wrong, only=DMASK)
-_tile_products = _Source("backward/tile_products.cuh")  # of the gradient by distance, too
+_tile_products = _Source("backward/dmask/tile_products.cuh")  # of the gradient by distance, too
 for right, wrong in (
     ("threadIdx.x % kWarpgroup == 0", "true"),
     ("group * kMmaRows * sm90::kRowBytes", "0"),
@@ -329,7 +330,7 @@ for right, wrong in (
     ("word << (24 - 8 * byte)", "word << 24"),
 ):
     _tile_products(right, wrong, only=(*_DROPS, *DISTANCE[1:]))
-_dmask_consumer = _Source("backward/dmask_consumer.cuh")
+_dmask_consumer = _Source("backward/dmask/dmask_consumer.cuh")
 for right, wrong in (
     ("smaller(item.row + line, args.queries - 1)", "item.row + line"),
     ("smaller(item.key + key, args.keys - 1)", "item.key + key"),
@@ -352,7 +353,7 @@ for right, wrong in (
     ("words[octet / 2 * 2 + j]", "words[j]"),
 ):
     _dmask_consumer(right, wrong, only=_DROPS)
-_dmask_sum = _Source("backward/dmask_sum.cuh")
+_dmask_sum = _Source("backward/dmask/dmask_sum.cuh")
 for right, wrong in (
     ("sums_rows ? Traits::kRows : row + 1", "row + 1"),
     ("sums_keys ? kKeys : key + 1", "key + 1"),
@@ -363,7 +364,7 @@ for right, wrong in (
     ("dmask.partial[split * count + number]", "dmask.partial[number]"),
 ):
     _dmask_sum(right, wrong, only=DMASK)
-_dmask_launch = _Source("backward/dmask_launch.cuh")
+_dmask_launch = _Source("backward/dmask/dmask_launch.cuh")
 _dmask_launch("exact.delta = nullptr;", "", only=DMASK)
 _dmask_launch("exact.dlse = p.dlse;", "", only=DMASK)
 _dmask_launch("p.dmask.type == MaskType::kFloat32 || sizes[3] == 1", "false", only=DMASK)
@@ -385,11 +386,11 @@ def dmask_mutations_of(instance: str) -> list[Mutation]:
 
 # -- score modifications, and the gradient of a bias by distance ----------------------------------
 SCORES = ("64 kScores", "256 kScoresDense")
-_changes = _Source("masks/scores.cuh")
+_changes = _Source("masks/score_modifications.cuh")
 for right, wrong in (
     ("fabsf(x) < kNear ? near : far", "near"),
     ("fmaf(-ratio, ratio, 1.0f)", "1.0f"),
-    ("changes.cap_log2 > 0.0f", "false"),
+    ("modifications.cap_log2 > 0.0f", "false"),
     ("limits.own_diagonals ? keys - queries : 0", "0"),
     ("batch * bias.batch_stride", "0"),
     ("head * bias.head_stride", "0"),
@@ -398,29 +399,29 @@ for right, wrong in (
     ("from[kStep * (8 * i + j)]", "from[kStep * 8 * i]"),
 ):
     _changes(right, wrong, only=SCORES)
-_scores = _Source("backward/scores.cuh")
+_scores = _Source("backward/main/bwd_scores.cuh")
 for right, wrong in (
     ("work.kv_head * args.heads_per_kv + head", "work.kv_head * args.heads_per_kv"),
-    ("work.first_key + own.first_own_key() + here.upper_row()", "own.first_own_key()"),
-    ("row_block * Traits::kRows + own.first_score_row() + here.first_column()",
-     "own.first_score_row() + here.first_column()"),
+    ("work.first_key + state.first_own_key() + here.upper_row()", "state.first_own_key()"),
+    ("row_block * Traits::kRows + state.first_score_row() + here.first_column()",
+     "state.first_score_row() + here.first_column()"),
     ("fmaf(bias, -kLog2e, score)", "score"),
     ("from[half * sm90::kRowStep - 8 * i - j]", "from[-8 * i - j]"),
 ):  # fmt: skip
     _scores(right, wrong, only=SCORES)
-_scores("bias += bias_at(own, i, half, j);", "", only=SCORES[1:])
-_score_bias = _Source("backward/bias.cuh")
+_scores("bias += bias_at(state, i, half, j);", "", only=SCORES[1:])
+_score_bias = _Source("backward/main/bias.cuh")
 for right, wrong in (
     ("fmaf(bias, kLog2e, score)", "score + bias"),
     ("here.first_column() + 8 * i + j", "here.first_column() + 8 * i"),
-    ("own_bias(own, 0) + sm90::swizzled_offset(row, key / kPieceHalves)", "own_bias(own, 0)"),
+    ("own_bias(state, 0) + sm90::swizzled_offset(row, key / kPieceHalves)", "own_bias(state, 0)"),
 ):
     _score_bias(right, wrong, only=SCORES[1:])
-_score_steps = _Source("backward/steps.cuh")
-_score_steps("static_cast<int>(own.stage.passed) / (plan.visited.end - plan.visited.begin)", "0",
+_score_steps = _Source("backward/main/steps.cuh")
+_score_steps("static_cast<int>(state.stage.passed) / (plan.visited.end - plan.visited.begin)", "0",
              only=SCORES[:1])  # fmt: skip
-_score_weights = _Source("backward/weights.cuh")
-_score_weights("own.shared.lse2[own.slot()]", "own.shared.lse2[0]", only=SCORES[:1])
+_score_weights = _Source("backward/main/weights.cuh")
+_score_weights("state.shared.lse2[state.slot()]", "state.shared.lse2[0]", only=SCORES[:1])
 
 
 def score_mutations_of(instance: str) -> list[Mutation]:
@@ -428,7 +429,7 @@ def score_mutations_of(instance: str) -> list[Mutation]:
     return [m for source in sources for m, only in source.found if instance in only]
 
 
-_distance_tiles = _Source("backward/distance_tiles.cuh")
+_distance_tiles = _Source("backward/distance/distance_tiles.cuh")
 for right, wrong in (
     ("kFirstBand + band", "band"),
     ("args.own_diagonals ? sequence.keys - sequence.queries : 0", "0"),
@@ -438,7 +439,7 @@ for right, wrong in (
     _distance_tiles(right, wrong, only=DISTANCE)
 _distance_tiles("gradient.batches == 1", "true", only=DISTANCE[:1])
 _distance_tiles("smaller(row + kRows, sequence.queries)", "row + 1", only=DISTANCE[:1])
-_distance_consumer = _Source("backward/distance_consumer.cuh")
+_distance_consumer = _Source("backward/distance/distance_consumer.cuh")
 for right, wrong in (
     ("last_shift != kNone && last_shift != shift", "false"),
     ("smaller(kRows, kKeys - distance)", "kRows"),
@@ -456,7 +457,7 @@ for right, wrong in (
     ("Products::draw_words(row_key, tile_key, words);", "Products::draw_words(row_key, 0, words);"),
 ):
     _distance_consumer(right, wrong, only=DISTANCE[1:])
-_distance = _Source("backward/distance.cuh")
+_distance = _Source("backward/distance/distance.cuh")
 for right, wrong in (
     ("row += sequence.query_origin;", ""),
     ("key += sequence.key_origin;", ""),

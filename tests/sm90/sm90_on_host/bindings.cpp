@@ -1,7 +1,7 @@
 // The bindings of the Hopper kernels for CPU tensors, as ops of fastattn_sm90_on_host: what they
 // launch is up to `launcher`.
 #include "attention/attention.h"
-#include "attention/sm90/forward/workspace.h"
+#include "attention/sm90/forward/fwd_workspace.h"
 #include "common/torch_binding.h"
 
 namespace fastattn::attention {

@@ -16,11 +16,10 @@
 // beforehand (mask_classes.h): empty blocks are skipped, full ones take the main loop. Where there
 // are few tiles, keys are split (split-KV) and combine_splits.cuh combines the splits.
 //
-// Read in this order: config.cuh (shapes), tiles.cuh (arguments, which blocks a tile needs),
-// storage.cuh (shared memory, barriers), producer.cuh, consumer.cuh (the main loop), and this file
-// (the kernel and its launch). blocks.cuh has what happens to a block besides its products:
-// masks.cuh by lengths, bounds and dropout, dense.cuh by a dense mask, scores.cuh by a soft cap and
-// a bias by distance. output.cuh ends a tile, with sinks.cuh.
+// Read in this order: fwd_config.cuh (shapes), fwd_tiles.cuh (arguments, which blocks a tile
+// needs), fwd_storage.cuh (shared memory, barriers), fwd_producer.cuh, fwd_consumer.cuh (the main
+// loop), and this file (the kernel and its launch). fwd_blocks.cuh has what happens to a block
+// besides its products. output.cuh ends a tile, with sinks.cuh.
 #pragma once
 
 #include <algorithm>
@@ -29,11 +28,11 @@
 #include <limits>
 
 #include "attention/attention.h"
-#include "attention/sm90/forward/consumer.cuh"
-#include "attention/sm90/forward/producer.cuh"
-#include "attention/sm90/forward/storage.cuh"
-#include "attention/sm90/forward/tiles.cuh"
-#include "attention/sm90/launch.cuh"
+#include "attention/sm90/common.cuh"
+#include "attention/sm90/forward/fwd_consumer.cuh"
+#include "attention/sm90/forward/fwd_producer.cuh"
+#include "attention/sm90/forward/fwd_storage.cuh"
+#include "attention/sm90/forward/fwd_tiles.cuh"
 #include "common/cuda_launch.cuh"
 #include "sm90/tile/tensor_map.cuh"
 
@@ -197,7 +196,7 @@ const char* attention_fwd_sm90(const ForwardProblem& p, cudaStream_t stream) {
   args.splits = p.splits;
   args.pages = p.pages;
   args.sinks = p.sinks;
-  args.changes = changes_here(p.changes, std::abs(p.scale));
+  args.modifications = to_device(p.modifications, std::abs(p.scale));
   args.mask.type = p.mask.copy ? p.mask.copy_type : p.mask.type;
   // At scale 0 the smallest positive factor gives the same weights; 0 would turn -inf into NaN.
   args.scale_log2 = std::max(std::abs(p.scale) * kLog2e, std::numeric_limits<float>::min());

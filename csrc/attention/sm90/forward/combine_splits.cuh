@@ -11,8 +11,8 @@
 #include <cstdint>
 
 #include "attention/attention.h"
+#include "attention/sm90/common.cuh"
 #include "attention/sm90/forward/sinks.cuh"
-#include "attention/sm90/launch.cuh"
 #include "attention/sm90/masks/mask.cuh"
 #include "sm90/ptx/grid.cuh"
 #include "sm90/ptx/warp.cuh"

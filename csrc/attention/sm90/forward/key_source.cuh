@@ -1,8 +1,8 @@
 // Global memory of a block of keys or values for the load warp: rows of the tensors, or pages.
 #pragma once
 
-#include "attention/sm90/forward/storage.cuh"
-#include "attention/sm90/forward/tiles.cuh"
+#include "attention/sm90/forward/fwd_storage.cuh"
+#include "attention/sm90/forward/fwd_tiles.cuh"
 #include "sm90/ptx/tma.cuh"
 
 namespace fastattn::attention {

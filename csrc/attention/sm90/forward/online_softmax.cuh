@@ -6,7 +6,7 @@
 // sums l. The partial sums are added once, at the end.
 #pragma once
 
-#include "attention/sm90/launch.cuh"
+#include "attention/sm90/common.cuh"
 #include "attention/sm90/masks/mask.cuh"
 #include "sm90/ptx/warp.cuh"
 

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "attention/sm90/launch.cuh"
+#include "attention/sm90/common.cuh"
 #include "attention/sm90/masks/mask.cuh"
 #include "sm90/ptx/warp.cuh"
 

@@ -7,7 +7,7 @@
 #include <type_traits>
 
 #include "attention/attention.h"
-#include "attention/sm90/launch.cuh"
+#include "attention/sm90/common.cuh"
 #include "attention/sm90/masks/mask.cuh"
 #include "sm90/tile/accumulator.cuh"
 

@@ -8,7 +8,7 @@
 #include <cstdint>
 
 #include "attention/attention.h"
-#include "attention/sm90/launch.cuh"
+#include "attention/sm90/common.cuh"
 #include "attention/sm90/masks/dense_mask.cuh"
 #include "attention/sm90/masks/mask_classes.h"
 

@@ -1,7 +1,7 @@
 """Attention in Triton, the portable GPU path: the launchers of the backend `triton`.
 
 `forward.py` and `backward.py` launch, `fwd_*` and `bwd_*` are their kernels and configs; shared are
-`launch.py` (what a call is, strides, tensor descriptors), `tiles.py` and `row_tiles.py` (device
+`call_shape.py` (what a call is, strides, tensor descriptors), `tiles.py` and `row_tiles.py` (device
 code), `mask_lists.py` (lists of mask tiles) and `base_tiles.py` (what these lists are made from in
 the backward).
 """

@@ -17,7 +17,7 @@ from fastattn.ops._triton_launch import LaunchCache, signature
 from fastattn.ops.attention.calls import BackwardCall, Gradients, paged_refusal
 from fastattn.ops.attention.triton.bwd_bind import Plan, bind, layout_of
 from fastattn.ops.attention.triton.bwd_config import BwdConfig
-from fastattn.ops.attention.triton.launch import (
+from fastattn.ops.attention.triton.call_shape import (
     Workspace,
     architecture,
     attention_seed,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastattn.ops._triton_launch import BoundLaunch
 from fastattn.ops.attention import prepared
-from fastattn.ops.attention.triton.launch import Facts
+from fastattn.ops.attention.triton.call_shape import CallShape
 from fastattn.ops.attention.triton.tiles import (
     NOT_SPECIALIZED,
     ONE_ROW,
@@ -80,15 +80,15 @@ class BaseTiles(NamedTuple):
         return self.batches, self.heads, self.tiles_m, self.tiles_n
 
 
-def base_tiles(facts: Facts, block_m: int, block_n: int) -> BaseTiles:
+def base_tiles(shape: CallShape, block_m: int, block_n: int) -> BaseTiles:
     """Lengths make every batch differ, whatever the mask's own batch dimension is."""
-    mask = facts.mask
+    mask = shape.mask
     by_batch = (
-        facts.shorter_keys or facts.shorter_queries or (mask is not None and mask.sizes[0] > 1)
+        shape.shorter_keys or shape.shorter_queries or (mask is not None and mask.sizes[0] > 1)
     )
     heads = 1 if mask is None else mask.sizes[1]
-    tiles = triton.cdiv(facts.M, block_m), triton.cdiv(facts.N, block_n)
-    return BaseTiles(facts.B if by_batch else 1, heads, *tiles, block_m, block_n)
+    tiles = triton.cdiv(shape.M, block_m), triton.cdiv(shape.N, block_n)
+    return BaseTiles(shape.B if by_batch else 1, heads, *tiles, block_m, block_n)
 
 
 def bitmask_strides(bitmasks: Tensor) -> tuple[int, ...]:
@@ -208,19 +208,19 @@ def classify_tiles_kernel(
     )  # fmt: skip
 
 
-def classifier(base: BaseTiles, facts: Facts, mask_tiles: Tensor | None) -> Callable[..., None]:
+def classifier(base: BaseTiles, shape: CallShape, mask_tiles: Tensor | None) -> Callable[..., None]:
     """The launch (mask, mask_tiles, lengths, base_bits, alive) that classifies every base tile."""
     launch = BoundLaunch(
         classify_tiles_kernel,
         (
-            MaskStrides(*(facts.mask.strides if facts.mask is not None else (0, 0, 0, 0))),
+            MaskStrides(*(shape.mask.strides if shape.mask is not None else (0, 0, 0, 0))),
             MaskStrides(*(bitmask_strides(mask_tiles) if mask_tiles is not None else (0, 0, 0, 0))),
-            facts.length_strides, base.heads, base.tiles_m, base.tiles_n, facts.M, facts.N,
-            facts.limits.low, facts.limits.high,
+            shape.length_strides, base.heads, base.tiles_m, base.tiles_n, shape.M, shape.N,
+            shape.limits.low, shape.limits.high,
         ),
         {
             "PREPARED": mask_tiles is not None,
-            "CASE": facts.case(
+            "CASE": shape.constants(
                 base.block_m, base.block_n, MASK_UNIT=1, DROPOUT=0, D=0, E=0
             ),
         },

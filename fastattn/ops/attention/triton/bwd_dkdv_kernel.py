@@ -48,7 +48,7 @@ from fastattn.ops.attention.triton.tiles import (
     PARTIAL,
     Dropout,
     Lengths,
-    ScoreChanges,
+    ScoreModifications,
     capped,
     distance_bias,
     key_bounds,
@@ -94,7 +94,7 @@ class Operands(NamedTuple):
     keys_left: Any
     M: Any
     N: Any
-    changes: ScoreChanges
+    changes: ScoreModifications
     scale: Any
     shift: Any
 

@@ -51,7 +51,7 @@ from fastattn.ops.attention.triton.tiles import (
     Dropout,
     KeyBounds,
     Lengths,
-    ScoreChanges,
+    ScoreModifications,
     capped,
     distance_bias,
     key_bounds,
@@ -95,7 +95,7 @@ class Operands(NamedTuple):
     m_start: Any
     M: Any
     N: Any
-    changes: ScoreChanges
+    changes: ScoreModifications
     scale: Any
     shift: Any
 

@@ -104,7 +104,7 @@ def weights(
     s, lse, bias, scale, shift, BIAS: tl.constexpr, NATURAL: tl.constexpr, KEEP_LOG2: tl.constexpr
 ):
     """p from the products s. lse and scale are in base 2, unless NATURAL: for fp32's last bits, and
-    for a bias, which may be of any size. With KEEP_LOG2 (of Case) times dropout's factor
+    for a bias, which may be of any size. With KEEP_LOG2 (of KernelConstants) times dropout's factor
     2 ** shift, which lse, unless NATURAL, includes. The rounding error of a huge score may exceed
     every exponent, so p is bounded: by 1 times the factor, or unless NATURAL by the next power of
     2. NaN stays NaN.

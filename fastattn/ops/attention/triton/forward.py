@@ -13,15 +13,13 @@ from torch import Tensor
 
 from fastattn.ops._triton_launch import BoundLaunch, LaunchCache, signature
 from fastattn.ops.attention.calls import ForwardCall
-from fastattn.ops.attention.triton.fwd_config import Features, ForwardConfig, forward_config
-from fastattn.ops.attention.triton.fwd_kernel import attention_fwd_kernel
-from fastattn.ops.attention.triton.launch import (
-    Facts,
+from fastattn.ops.attention.triton.call_shape import (
+    CallShape,
     Workspace,
     architecture,
     attention_seed,
+    call_shape_of,
     descriptor_templates,
-    facts_of,
     fits_descriptor,
     has_origin,
     heads_first,
@@ -32,6 +30,8 @@ from fastattn.ops.attention.triton.launch import (
     swizzle_group_size,
     unsupported,
 )
+from fastattn.ops.attention.triton.fwd_config import Features, ForwardConfig, forward_config
+from fastattn.ops.attention.triton.fwd_kernel import attention_fwd_kernel
 from fastattn.ops.attention.triton.mask_lists import (
     Lists,
     mask_lister,
@@ -60,10 +60,10 @@ _plans, _list_shapes = LaunchCache(), LaunchCache()
 _PAGE_SIZES = (16, 32, 64, 128, 256)
 
 
-def _config(facts: Facts) -> ForwardConfig:
-    wide = facts.mask_dtype is not None and facts.mask_dtype.itemsize == 8
-    features = Features(facts.mask is not None, facts.dropout_p > 0.0, wide, facts.page > 0)
-    return forward_config(facts.arch, facts.dtype, facts.D, facts.E, facts.M, features)
+def _config(shape: CallShape) -> ForwardConfig:
+    wide = shape.mask_dtype is not None and shape.mask_dtype.itemsize == 8
+    features = Features(shape.mask is not None, shape.dropout_p > 0.0, wide, shape.page > 0)
+    return forward_config(shape.arch, shape.dtype, shape.D, shape.E, shape.M, features)
 
 
 def attention_fwd_unsupported(call: ForwardCall) -> str | None:
@@ -85,8 +85,8 @@ def _workspace(config: ForwardConfig | None, call: ForwardCall) -> Workspace:
         key = tiling, q.dtype, *sizes, signature(call.mask), call.dropout_p > 0.0
         shape = _list_shapes.get(key)
         if shape is None:
-            facts = facts_of(call)
-            shape = _list_shapes.remember(key, _lists(config or _config(facts), facts).shape)
+            shape = call_shape_of(call)
+            shape = _list_shapes.remember(key, _lists(config or _config(shape), shape).shape)
         workspace.append((shape, torch.int32, False))
     if call.dropout_p > 0.0:
         packed = call.cu_seqlens_k is not None
@@ -94,9 +94,9 @@ def _workspace(config: ForwardConfig | None, call: ForwardCall) -> Workspace:
     return workspace
 
 
-def _lists(c: ForwardConfig, facts: Facts) -> Lists:
-    assert facts.mask is not None
-    return mask_lists(facts.mask, facts.M, facts.N, c.BLOCK_M, c.BLOCK_N)
+def _lists(c: ForwardConfig, shape: CallShape) -> Lists:
+    assert shape.mask is not None
+    return mask_lists(shape.mask, shape.M, shape.N, c.BLOCK_M, c.BLOCK_N)
 
 
 def attention_fwd(call: ForwardCall, out: Tensor, lse: Tensor, *workspace: Tensor) -> None:
@@ -150,23 +150,23 @@ def _run(
 
 def _bind(config: ForwardConfig | None, call: ForwardCall, out: Tensor, aligned: bool) -> _Plan:
     """aligned: whether k and v are, for descriptors."""
-    q, k, v, table, facts = call.q, call.k, call.v, call.block_table, facts_of(call)
-    packed = facts.packed
+    q, k, v, table, shape = call.q, call.k, call.v, call.block_table, call_shape_of(call)
+    packed = shape.packed
     if packed is not None:
         q, k, v, out = map(heads_first, (q, k, v, out))
-    c = config or _config(facts)
+    c = config or _config(shape)
     list_tiles, list_numbers = None, (0, 0, 0, 0)
-    if facts.mask is not None:
-        lists = _lists(c, facts)
+    if shape.mask is not None:
+        lists = _lists(c, shape)
         list_numbers = (*lists.strides, lists.inner)
         if call.mask_tiles is None:
-            list_tiles = mask_lister(facts.mask, lists, facts.M, facts.N, c.BLOCK_M, c.BLOCK_N)
+            list_tiles = mask_lister(shape.mask, lists, shape.M, shape.N, c.BLOCK_M, c.BLOCK_N)
         else:
-            list_tiles = prepared_lister(lists, call.mask_tiles, facts.M, facts.N)
+            list_tiles = prepared_lister(lists, call.mask_tiles, shape.M, shape.N)
     # A batch entry behind the last sequence clears the rows behind it.
-    heads = (facts.B if packed is None else facts.B + 1) * facts.H
+    heads = (shape.B if packed is None else shape.B + 1) * shape.H
     unit, strides = row_strides_in_units(q, k, v, out)
-    d, e = c.widths(facts.D), c.value_widths(facts.E)
+    d, e = c.widths(shape.D), c.value_widths(shape.E)
     tma = (
         c.tma
         and aligned
@@ -176,24 +176,24 @@ def _bind(config: ForwardConfig | None, call: ForwardCall, out: Tensor, aligned:
         and fits_descriptor(v)
     )
     read_k, read_v = (k, v) if packed is None else (k[0], v[0])
-    head_bytes = facts.N * (facts.D + facts.E) * k.element_size()
-    scale = facts.scale
+    head_bytes = shape.N * (shape.D + shape.E) * k.element_size()
+    scale = shape.scale
     attend = BoundLaunch(
         attention_fwd_kernel,
         (
-            *strides, facts.mask_strides, *list_numbers, facts.length_strides,
-            None if table is None else TableStrides(*table.stride()), facts.H, facts.group,
-            facts.M, facts.N // facts.mask_unit, facts.rows, heads,
-            swizzle_group_size(facts.limits, head_bytes, facts.group, heads),
-            *facts._replace(scale=abs(scale) or 1.0).numbers,
+            *strides, shape.mask_strides, *list_numbers, shape.length_strides,
+            None if table is None else TableStrides(*table.stride()), shape.H, shape.group,
+            shape.M, shape.N // shape.mask_unit, shape.rows, heads,
+            swizzle_group_size(shape.limits, head_bytes, shape.group, heads),
+            *shape._replace(scale=abs(scale) or 1.0).numbers,
         ),
         {
             "Q_FACTOR": (scale > 0) - (scale < 0),
             "OVERLAP": c.overlap,
-            "CASE": facts.case(
+            "CASE": shape.constants(
                 c.BLOCK_M, c.BLOCK_N, d, e, UNIT=unit, PRECISION=c.precision, STAGES=c.stages,
-                EDGE_STAGES=c.edge_stages, DEAD=facts.dead_keys, TMA=tma,
-                RAGGED=packed is not None or facts.N % c.BLOCK_N != 0,
+                EDGE_STAGES=c.edge_stages, DEAD=shape.dead_keys, TMA=tma,
+                RAGGED=packed is not None or shape.N % c.BLOCK_N != 0,
             ),
         },
         {
@@ -201,9 +201,9 @@ def _bind(config: ForwardConfig | None, call: ForwardCall, out: Tensor, aligned:
             4: descriptor_templates(read_v, c.BLOCK_N, e)[0] if tma else None,
         },
         # In vectors: through descriptors, or 16 bytes at a time.
-        **c.options(tma or (aligned and unit > 1 and facts.D % 8 == facts.E % 8 == 0)),
+        **c.options(tma or (aligned and unit > 1 and shape.D % 8 == shape.E % 8 == 0)),
     )  # fmt: skip
     return _Plan(
-        attend.over(triton.cdiv(facts.M, c.BLOCK_M) * heads), list_tiles,
-        column_hasher(facts.N) if facts.dropout_p > 0.0 else None,
+        attend.over(triton.cdiv(shape.M, c.BLOCK_M) * heads), list_tiles,
+        column_hasher(shape.N) if shape.dropout_p > 0.0 else None,
     )  # fmt: skip

@@ -1,8 +1,8 @@
 """One step of attention's forward in Triton: what a tile of queries does with a tile of keys.
 
 `attend_tile` reads as the step does: scores, restrictions, online softmax, product with the values.
-Functions pass on three tuples: the Case that the kernel is compiled for (tiles.py), the Operands
-that are only read, and the Sums of the rows. Softmax is in base 2. Under NATURAL scores and their
+Functions pass on three tuples: the KernelConstants (tiles.py), the Operands, which are only read,
+and the Sums of the rows. Softmax is in base 2. Under NATURAL scores and their
 maximum are in natural units: an additive mask may come close to the largest finite number, and fp32
 keeps its last bits.
 """
@@ -31,7 +31,7 @@ from fastattn.ops.attention.triton.tiles import (
     SMALLEST_NORMAL,
     Dropout,
     KeyBounds,
-    ScoreChanges,
+    ScoreModifications,
     capped,
     distance_bias,
     load_mask,
@@ -63,7 +63,7 @@ class Operands(NamedTuple):
     mask: Mask
     keys: KeyBounds
     dropout: Dropout
-    changes: ScoreChanges
+    changes: ScoreModifications
     scale: Any
 
 

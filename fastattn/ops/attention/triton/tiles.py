@@ -111,7 +111,7 @@ NOT_SPECIALIZED = (
 )  # fmt: skip
 
 
-class Case(NamedTuple):
+class KernelConstants(NamedTuple):
     """Compile-time constants of the forward and the backward."""
 
     HAS_LOW: Any  # row i attends no key before i + low
@@ -221,7 +221,7 @@ class ScoreNumbers(NamedTuple):
     distance_first: Any  # the entry of key i for query i, if that is on the diagonal
 
 
-class ScoreChanges(NamedTuple):
+class ScoreModifications(NamedTuple):
     """Score modifications of a program. cap_scale: with a soft cap, times products: the tanh is the
     capped score divided by the cap. distance_ptr: the entry of distance_bias for key i of query i;
     the head has those from distance_begin to distance_end, counted from it.
@@ -400,7 +400,7 @@ def score_factor(scale, numbers, CASE: tl.constexpr):
 
 @triton.jit
 def score_changes(tensors, numbers, scale, b, h, q_limit, k_limit, CASE: tl.constexpr):
-    """The ScoreChanges of head h in batch b (64-bit); limits: of its sequence."""
+    """The ScoreModifications of head h in batch b (64-bit); limits: of its sequence."""
     if CASE.SOFTCAP:
         scale = scale / numbers.softcap
     ptr = scale
@@ -412,7 +412,7 @@ def score_changes(tensors, numbers, scale, b, h, q_limit, k_limit, CASE: tl.cons
             begin += k_limit - q_limit
         end = begin + numbers.distance_entries
         ptr = tensors.distance_bias + b * numbers.distance_b + h * numbers.distance_h - begin
-    return ScoreChanges(scale, ptr, begin, end)
+    return ScoreModifications(scale, ptr, begin, end)
 
 
 @triton.jit

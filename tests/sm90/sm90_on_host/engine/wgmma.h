@@ -14,7 +14,7 @@
 namespace on_host {
 namespace {
 
-constexpr int kProductRows = 64, kProductK = 16, kMostColumns = 256;
+constexpr int kProductRows = 64, kProductK = 16, kMaxColumns = 256;
 
 float as_float(uint16_t bits, bool half) {
   uint32_t wide = static_cast<uint32_t>(bits) << 16;
@@ -103,7 +103,7 @@ void advance_products(Block& block, int group) {
   const Wgmma& product = queue.waiting.front();
   const int columns = product.form.columns;
   check_product(block, product, group);
-  static float a[kProductK * kProductRows], b[kProductK * kMostColumns];
+  static float a[kProductK * kProductRows], b[kProductK * kMaxColumns];
   gather(block, product.form.b_descriptor, product.form.b_columns_contiguous, columns,
          product.form.half, b);
   if (!product.form.a[0]) {
@@ -123,7 +123,7 @@ void advance_products(Block& block, int group) {
   }
   for (int row = 0; row < kProductRows; ++row) {
     // Four threads share a row: each has two of every eight columns.
-    float sums[kMostColumns];
+    float sums[kMaxColumns];
     const int first = row / 16 * 32 + row % 8 * 4, half = row / 8 % 2;
     for (int i = 0; i < columns; ++i) {
       sums[i] = product.form.accumulate ? product.d[first + i % 8 / 2][i / 8 * 4 + half * 2 + i % 2]

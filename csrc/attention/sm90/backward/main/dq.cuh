@@ -1,0 +1,71 @@
+// The dQ warps of the Hopper attention backward: one thread for each consumer warpgroup adds its
+// part of dQ to the sum in global memory. See attention_bwd_sm90.cuh.
+#pragma once
+
+#include "attention/sm90/backward/main/bwd_storage.cuh"
+#include "sm90/ptx/bulk.cuh"
+#include "sm90/ptx/grid.cuh"
+
+namespace fastattn::attention {
+
+// The number of blocks of keys that add to a step's block of rows before this one.
+template <class Traits>
+__device__ __forceinline__ int rank_among_visitors(const BackwardArguments& args,
+                                                   const KeyBlock& work, Step step) {
+  if constexpr (Traits::kDense) {
+    return classes_of<Traits>(args, work, step.head)[step.row_block].rank;
+  }
+  const Sequence& sequence = work.sequence;
+  const Range added = visitors(step.row_block, Traits::kRows, sequence.bounds, sequence.queries,
+                               sequence.keys, Traits::kKeys);
+  return work.first_key / Traits::kKeys - added.begin;
+}
+
+// The first block of keys stores instead of adding, and the others wait for it: setting the sums to
+// zero first would write and read them once more. They add in any order, or in the order of the
+// keys. Thread blocks draw blocks of keys in this order, so that the one that is waited for is
+// already running.
+template <class Traits>
+__device__ __forceinline__ void add_dq(BackwardStorage<Traits>& shared,
+                                       const BackwardArguments& args, int group) {
+  constexpr int kBytes = Traits::kPieceFloats * sizeof(float);
+  const KeyBlock& work = shared.work;
+  const uint32_t from = shared.dq[group].address();
+  Slot& slot = shared.dq_slots[group];
+  RingPosition<1> position;
+  Step step = first_step<Traits>(args, work);
+#pragma unroll 1
+  while (step.head < args.heads_per_kv) {
+    const int64_t chunk =
+        static_cast<int64_t>(row_block_number(args, work, step)) * Traits::kGroups + group;
+    float* to = args.dq_sum + chunk * Traits::kChunkFloats;
+    int* semaphore = args.dq_semaphores + chunk;
+    const int rank = rank_among_visitors<Traits>(args, work, step);
+    // Polls before dQ is ready: the latency overlaps with the products.
+    while (ptx::load_acquire(semaphore) < (args.in_order ? rank : smaller(rank, 1))) {
+    }
+    ptx::fence_proxy_async_global();
+#pragma unroll
+    for (int piece = 0; piece < Traits::kDqPieces; ++piece) {
+      float* piece_to = to + piece * Traits::kPieceFloats;
+      slot.full.wait(position.phase());
+      if (rank == 0) {
+        ptx::cp_async_bulk_store(piece_to, from, kBytes);
+      } else {
+        ptx::cp_reduce_async_bulk_add(piece_to, from, kBytes);
+      }
+      ptx::cp_async_bulk_commit_group();
+      ptx::cp_async_bulk_wait_group_read<0>();
+      slot.empty.arrive();
+      position.advance();
+    }
+    if (args.in_order || rank == 0) {
+      ptx::cp_async_bulk_wait_group();
+      ptx::store_release(semaphore, rank + 1);
+    }
+    step = next_step<Traits>(args, work, step);
+  }
+  ptx::cp_async_bulk_wait_group();
+}
+
+}  // namespace fastattn::attention

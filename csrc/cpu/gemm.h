@@ -103,15 +103,15 @@ inline __attribute__((always_inline)) void multiply_add(Float (&sums)[kR][kV],
   }
 }
 
-// Calls run(n as an integral constant) for n in [1, kMost]; kMost is the common case.
-template <int kMost, class Run>
+// Calls run(n as an integral constant) for n in [1, kMax]; kMax is the common case.
+template <int kMax, class Run>
 inline __attribute__((always_inline)) void with_count(int n, const Run& run) {
-  if constexpr (kMost > 1) {
-    if (n < kMost) {
-      return with_count<kMost - 1>(n, run);
+  if constexpr (kMax > 1) {
+    if (n < kMax) {
+      return with_count<kMax - 1>(n, run);
     }
   }
-  run(std::integral_constant<int, kMost>{});
+  run(std::integral_constant<int, kMax>{});
 }
 
 // -- transposition --------------------------------------------------------------------------------

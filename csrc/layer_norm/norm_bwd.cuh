@@ -370,7 +370,7 @@ const char* norm_bwd(const BackwardProblem& problem, cuda::Stream stream) {
   using Z = typename TypeOf<kType>::Element;
   using P = typename TypeOf<kParameterType>::Element;
   constexpr int kVector = vector_width(kType);
-  constexpr int kMost = backward_values(kType, kParameterType, true, false, kMaxColumns);
+  constexpr int kMax = backward_values(kType, kParameterType, true, false, kMaxColumns);
   constexpr int kSingles = backward_values(kType, kParameterType, false, false, 0);
   BackwardProblem p = problem;
   int shared_bytes = threads_of(p.tiling) * kSingles * static_cast<int>(sizeof(float));
@@ -398,8 +398,8 @@ const char* norm_bwd(const BackwardProblem& problem, cuda::Stream stream) {
                             ? run_all(norm_row_sums_kernel<Z, P, kVector, kFewValues>,
                                       norm_bwd_kernel<Z, P, kVector, kFewValues, false>,
                                       norm_bwd_kernel<Z, P, kVector, kFewValues, true>)
-                            : run_all(norm_row_sums_kernel<Z, P, kVector, kMost>,
-                                      norm_bwd_kernel<Z, P, kVector, kMost, false>,
+                            : run_all(norm_row_sums_kernel<Z, P, kVector, kMax>,
+                                      norm_bwd_kernel<Z, P, kVector, kMax, false>,
                                       norm_bwd_kernel<Z, P, kVector, kFewValues, true>);
   return failure ? failure : sum_partials(p, stream);
 }

@@ -14,7 +14,7 @@ namespace fastattn::cuda {
 
 // Copies of a thread, in groups that it has not waited for. Groups are counted.
 struct Copies {
-  static constexpr int kMost = 64;
+  static constexpr int kMax = 64;
   struct Copy {
     void* to;
     const void* from;
@@ -22,7 +22,7 @@ struct Copies {
     bool reads;
     int group;
   };
-  Copy copies[kMost];
+  Copy copies[kMax];
   int count, group;
 };
 inline Copies copies_of[1024];
@@ -34,7 +34,7 @@ UNCHECKED void forget_copies() {
 template <int kBytes>
 UNCHECKED void cp_async(void* to, const void* from, bool reads) {
   Copies& own = copies_of[threadIdx.x];
-  if (own.count == Copies::kMost) {
+  if (own.count == Copies::kMax) {
     std::abort();
   }
   std::memset(to, 0xFF, kBytes);

@@ -66,9 +66,9 @@ void arrive_at(Mbarrier& b, uint32_t where) {
   yield();
 }
 void expect_at(Mbarrier& b, uint32_t bytes, uint32_t where) {
-  constexpr int64_t kMost = (1 << 20) - 1;
+  constexpr int64_t kMax = (1 << 20) - 1;
   b.bytes += bytes;
-  if (b.bytes > kMost) {
+  if (b.bytes > kMax) {
     fail_here(where, "more bytes are announced than an mbarrier can count");
   }
   if (commits(Fault::kFewerBytes, where)) {

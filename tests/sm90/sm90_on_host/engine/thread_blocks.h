@@ -113,8 +113,8 @@ void start_block(Grid& grid) {
   block.live = grid.launch.threads;
   block.warps.assign((grid.launch.threads + kWarpLanes - 1) / kWarpLanes, Warp());
   // As many registers as the launch can have given, in units of eight.
-  constexpr int kAll = 65536, kUnit = 8, kMost = 255;
-  const uint32_t each = std::min(kMost, kAll / grid.launch.threads / kUnit * kUnit);
+  constexpr int kAll = 65536, kUnit = 8, kMax = 255;
+  const uint32_t each = std::min(kMax, kAll / grid.launch.threads / kUnit * kUnit);
   for (Warp& warp : block.warps) {
     warp.registers = each;
   }

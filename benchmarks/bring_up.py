@@ -30,25 +30,27 @@ _CONTINUES = "the same command continues"
 # Limits in seconds, without and with --quick.
 STAGES = {
     "primitives": (120.0, 60.0), "instances": (240.0, 75.0), "check": (300.0, 60.0),
-    "tune": (300.0, 45.0), "benchmarks": (480.0, 75.0), "report": (120.0, 60.0),
+    "tune": (300.0, 45.0), "record": (240.0, 75.0), "report": (120.0, 60.0),
 }  # fmt: skip
 
 
 def rows_file(stage: str, out: Path) -> Path:
-    return out / ("results.jsonl" if stage == "benchmarks" else f"{stage}.jsonl")
+    return out / ("results.jsonl" if stage == "record" else f"{stage}.jsonl")
 
 
 def command(stage: str, o: argparse.Namespace, seconds: float) -> list[str]:
     """Arguments of Python. What passes `check` is recorded if the whole suite runs on a GPU."""
     device, out, file = f"--device={o.device}", f"--out={o.out}", str(rows_file(stage, o.out))
     quick, record = ["--quick"] * o.quick, ["--record"] * (o.device == "cuda" and not o.quick)
+    others = [f"--peers={o.peers.resolve()}"] if o.peers else []
+    others += [f"--build={build}" for build in o.build]
     tuned = ["--most=3"] if o.quick else ["layer_norm", "add_layer_norm", "ffn", "--most=10"]
     arguments = {
         "primitives": ["fastattn.testing.primitives", "--json", file],
         "instances": ["fastattn.testing.instances", device, "--json", file],
         "check": ["fastattn", "check", device, "--json", file, *quick, *record],
         "tune": ["benchmarks.tune", out, "--direction", "fwd", "bwd", "--op", "attention", *tuned],
-        "benchmarks": ["benchmarks.run", device, out, *quick],
+        "record": ["benchmarks.record", device, out, *quick, *others],
         "report": ["benchmarks.bring_up", device, out, "--stage=report"],
     }[stage]
     return ["-m", *arguments, *["--resume", f"--seconds={seconds:.0f}"] * (stage != "report")]
@@ -131,6 +133,8 @@ def main(arguments: list[str] | None = None) -> int:
     add("--quick", action="store_true", help="short stages; nothing is recorded")
     add("--stage", action="append", choices=STAGES, help="only this stage (may be repeated)")
     add("--budget", action="append", default=[], metavar="STAGE=SECONDS", help="of one stage")
+    add("--peers", type=Path, metavar="DIR", help="wheels of peers, for record")
+    add("--build", action="append", default=[], metavar="NAME=FILE", help="another, for record")
     o = parser.parse_args(arguments)
     o.out = o.out.resolve()
     if o.stage == ["report"]:

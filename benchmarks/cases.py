@@ -33,13 +33,16 @@ _QUICK = re.compile(
 
 @dataclass(frozen=True)
 class Group:
-    """One op, workload and dtype, and the (implementation, direction) pairs to measure."""
+    """One op, workload and dtype, and the (implementation, direction) pairs to measure. part: of
+    what a run measures.
+    """
 
     op: str
     workload: str
     dtype: str
     device_type: str
     wanted: tuple[tuple[str, str], ...]
+    part: str = ""
 
     @property
     def name(self) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import geometric_mean
 
-from benchmarks.rows import Row, is_fastattn, source_digest
+from benchmarks.rows import Row, is_backend, source_digest
 
 # The metric of each op; of other ops it is the bytes that they move.
 _METRICS = {
@@ -125,7 +125,7 @@ def peer_ratios(group: Iterable[Grid]) -> list[PeerRatios]:
     for grid in group:
         best: dict[str, Row] = {}
         for r in grid.rows:
-            if r["ratio_best"] and is_fastattn(r) and r["impl"] != "fastattn-reference":
+            if r["ratio_best"] and is_backend(r):
                 other = best.get(r["workload"])
                 if other is None or r["ratio_best"] > other["ratio_best"]:
                     best[r["workload"]] = r

@@ -7,6 +7,7 @@ Steps run as in user code, including eager launches, not from a CUDA graph.
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 import fastattn
 from benchmarks.implementations import ON_REQUEST, Implementation, Task, peers
@@ -29,6 +32,15 @@ MODEL = "transformer"
 # Compiling a stack takes a minute, so other workloads are compiled only on request.
 COMPILED_WORKLOADS = r"^d512_h8_b64_s512$"
 _DROPOUT = 0.1
+# Kinds of kernels, or of operators on a CPU, by the first pattern that occurs in a name.
+_KERNELS = {
+    "attention": "attention|sdpa|flash|fmha",
+    "norms": "norm",
+    "feed-forward": "ffn",
+    "products": "gemm|nvjet|cutlass|cublas|addmm|::b?mm|linear",
+    "copies": "memcpy|memset|copy|cat_|::_?cat|fill",
+    "others": "",
+}
 _CHECKED_SEQUENCES = 2
 _CHECKED_ELEMENTS = 2**14
 
@@ -254,6 +266,7 @@ class ModelBenchmark:
         self.task = Task(MODEL, workload, device, dtype, self.inputs)
         self.models: dict[str, Model] = {}
         self.peaks: dict[str, int] = {}
+        self.steps: dict[str, Call] = {}
         self.dout = self._dout(self.inputs, size.B)
         self.exact: list[Tensor] = []
         self.same: list[Tensor] = []
@@ -330,6 +343,7 @@ class ModelBenchmark:
                 torch.autograd.grad(out, parameters, self.dout.to(out.dtype))
 
         step()
+        self.steps[candidate.name] = step
         self.peaks[candidate.name] = peak_memory(step, self.device) + self._own(model)
         return [step]
 
@@ -351,7 +365,25 @@ class ModelBenchmark:
             "positions": positions,
             "real_tokens": real,
             "peak_bytes": self.peaks.get(candidate.name),
+            "kernel_ms": kernel_times(self.steps[candidate.name], self.device),
         }
+
+
+def kernel_times(call: Call, device: torch.device) -> dict[str, float] | None:
+    """Milliseconds of a call's kernels (on a CPU: of its operators) by kind, None without any."""
+    on_gpu = device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as found:
+        call()
+        if on_gpu:
+            torch.cuda.synchronize(device)
+    total: dict[str, float] = {}
+    for each in found.key_averages():
+        if each.is_user_annotation or on_gpu == (each.device_type == DeviceType.CPU):
+            continue
+        spent = each.self_device_time_total if on_gpu else each.self_cpu_time_total
+        kind = next(k for k, names in _KERNELS.items() if re.search(names, each.key, re.I))
+        total[kind] = total.get(kind, 0.0) + spent / 1e3
+    return total or None
 
 
 def _some(x: Tensor, generator: torch.Generator) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from benchmarks.implementations import SCORE_ARGUMENTS, Forward, Implementation, Task
 from fastattn.testing.compare import Comparison, compare
+from fastattn.testing.properties import deterministic_algorithms
 from fastattn.testing.spec import Inputs, OpSpec, Workload
 from fastattn.testing.timing import Call, copies_beyond_cache, peak_memory
 
@@ -24,6 +25,9 @@ _WHOLE = 2**20
 # Number of elements of a result that are compared, first and last rows among them.
 _CHECKED = 2**18
 _EDGE_ROWS = 32
+# Number of backward calls in a fixed order whose bits are compared, and the size of the products
+# that occupy another stream meanwhile.
+_ORDERED_CALLS, _BUSY_SIZE = 200, 8192
 
 
 @dataclass
@@ -126,6 +130,9 @@ class OpBenchmark:
             results = {"d" + n: g for n, g in zip(self.gradients, found, strict=True)}
         ignores = candidate.ignores_query_lengths
         verdict = oracle.check(results, ignores_query_lengths=ignores)
+        judged = candidate.is_fastattn and candidate.backend != "torch"  # which adds in any order
+        if verdict.ok and direction == "bwd" and judged and "ordered" in self.features:
+            self._check_bits(self._backward_call(forward, oracle.inputs, oracle.dout), verdict)
         if verdict.ok and without:
             verdict.message = "checked with dropout off"
         return verdict
@@ -145,7 +152,28 @@ class OpBenchmark:
         leaves = self._leaves(inputs)
         value = _first(forward(leaves))
         wanted = [leaves[n] for n in self.gradients]
-        return lambda: torch.autograd.grad(value, wanted, dout, retain_graph=True)
+
+        def call() -> Any:
+            return torch.autograd.grad(value, wanted, dout, retain_graph=True)
+
+        return deterministic_algorithms()(call) if "ordered" in self.features else call
+
+    def _check_bits(self, call: Call, verdict: Verdict) -> None:
+        """Compares the results of many calls, on a GPU while another stream computes products."""
+        first = call()
+        if self.device.type == "cuda":
+            busy = torch.randn(_BUSY_SIZE, _BUSY_SIZE, device=self.device, dtype=self.dtype)
+            product, other = torch.empty_like(busy), torch.cuda.Stream()
+            other.wait_stream(torch.cuda.current_stream())
+        for i in range(_ORDERED_CALLS):
+            if self.device.type == "cuda":
+                with torch.cuda.stream(other):
+                    torch.mm(busy, busy, out=product)
+            for name, a, b in zip(self.gradients, first, call(), strict=True):
+                if not torch.equal(a, b):
+                    verdict.fail(f"d{name}: call {i + 2} in a fixed order has other bits")
+                    return
+        verdict.message = f"{_ORDERED_CALLS} calls in a fixed order have the same bits"
 
     def _measure_peak(self, name: str, forward: Forward, direction: str) -> None:
         """Peak memory of a call or of forward and backward, beyond the inputs, with the results."""

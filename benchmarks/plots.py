@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.grids import DIRECTIONS, UNITS, Grid, is_stale, peer_ratios
-from benchmarks.rows import Row, exceeds_bytes, is_fastattn
+from benchmarks.rows import Row, exceeds_bytes, is_backend, is_fastattn
 
 _PEER_COLOURS = {
     "sdpa-cudnn": "#3b6fb6",
@@ -195,7 +195,7 @@ def plot_ratios(group: Sequence[Grid], folder: Path) -> list[Path]:
     ratios: dict[tuple[tuple[str, int, bool], int], float] = {}
     for grid in group:
         for r in _cells(grid):
-            if is_fastattn(r) and r["ratio_best"]:
+            if is_backend(r) and r["ratio_best"]:
                 D, causal, S = _cell_of(r)
                 key = ((grid.direction, D, causal), S)
                 ratios[key] = max(ratios.get(key, 0.0), r["ratio_best"])
@@ -217,7 +217,7 @@ def plot_all_ratios(group: Sequence[Grid], folder: Path) -> list[Path]:
     for grid in group:
         drawn = _cells(grid)
         for r in grid.rows:
-            if is_fastattn(r) and r["ratio_best"] and r not in drawn:
+            if is_backend(r) and r["ratio_best"] and r not in drawn:
                 key = (grid.op, r["workload"], grid.direction)
                 ratios[key] = max(ratios.get(key, 0.0), r["ratio_best"])
     workloads = list(dict.fromkeys((op, workload) for op, workload, _ in ratios))

@@ -155,7 +155,20 @@ def table(grid: Grid) -> list[Block]:
     note = f"{UNITS[grid.metric]}; ×: time of the best peer / time of fastattn."
     if any(is_stale(r) for r in grid.rows):
         note += " †: measured on other sources than the current ones."
-    return [Heading(3, grid.title), Text(note), Table(("workload", *names), tuple(lines))]
+    rates = Table(("workload", *names), tuple(lines))
+    return [Heading(3, grid.title), Text(note), rates, *_kernel_table(grid)]
+
+
+def _kernel_table(grid: Grid) -> list[Block]:
+    """Of models: milliseconds of a step and of its kernels by kind."""
+    found = [r for r in grid.rows if r.get("kernel_ms")]
+    kinds = dict.fromkeys(kind for r in found for kind in r["kernel_ms"])
+    lines = []
+    for r in found:
+        times = (f"{r['kernel_ms'].get(kind, 0.0):.3g}" for kind in kinds)
+        lines.append((f"{r['workload']} {r['impl']}", f"{r['ms_median']:.4g}", *times))
+    note = "Milliseconds of a step, and of its kernels (on a CPU: operators) by kind."
+    return [Text(note), Table(("", "step", *kinds), tuple(lines))] if found else []
 
 
 def _cell(row: Row | None, metric: str) -> str:
@@ -343,7 +356,7 @@ def _headline(headline: Headline, found: Sequence[Row]) -> tuple[str, ...]:
     wanted = tuple(getattr(headline, key) for key in keys)
     same = [r for r in found if tuple(r[key] for key in keys) == wanted and r["status"] == "ok"]
     same = [r for r in same if bool(r["gpu"]) == headline.on_gpu]
-    of_fastattn = [r for r in same if is_fastattn(r) and r["impl"] != "fastattn-reference"]
+    of_fastattn = [r for r in same if rows.is_backend(r)]
     what, case = f"{headline.what}, {DIRECTIONS[headline.direction]}", f"`{headline.workload}`"
     if not of_fastattn:
         return what, f"{case}, {headline.dtype}", "not measured", "", ""

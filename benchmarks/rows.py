@@ -26,8 +26,8 @@ FIELDS = (
     # rates; roof is the share of the ceilings below, in flops or bytes, whichever limits
     "flops", "bytes", "tflops", "gbps", "roof", "ceiling_tflops", "ceiling_gbps",
     "ratio_cudnn", "ratio_best", "best_peer",
-    # models
-    "positions", "real_tokens", "tokens_per_s", "peak_bytes",
+    # models; kernel_ms: of a step, by kind of kernel
+    "positions", "real_tokens", "tokens_per_s", "peak_bytes", "kernel_ms",
     # ok, FAIL (wrong, crashed or hung), refused (with its reason), skipped (could not be checked)
     # or absent (a peer that is not installed, one row per op)
     "error", "allowed_error", "status", "message",
@@ -55,6 +55,12 @@ _NORM_SOURCES = ("fastattn/ops/layer_norm/*.py", "csrc/layer_norm/*")
 
 def is_fastattn(row: Mapping[str, Any]) -> bool:
     return str(row["impl"]).startswith("fastattn")
+
+
+def is_backend(row: Mapping[str, Any]) -> bool:
+    """Whether a row is of fastattn as it is used: not of the reference, nor of another build."""
+    name = str(row["impl"])
+    return is_fastattn(row) and name != "fastattn-reference" and "@" not in name
 
 
 def complete(
@@ -193,6 +199,8 @@ def _rounded(value: Any) -> Any:
         return float(f"{value:.5g}") if math.isfinite(value) else None
     if isinstance(value, list):
         return [_rounded(v) for v in value]
+    if isinstance(value, dict):
+        return {name: _rounded(v) for name, v in value.items()}
     return value
 
 

@@ -9,7 +9,7 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -79,7 +79,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
     add_arguments(parser)
     options = parser.parse_args(arguments)
-    started = time.monotonic()
     if options.implementation and len(options.op or ()) != 1:
         parser.error("--implementation needs one --op")
     try:
@@ -94,25 +93,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     except ValueError as error:  # in the names of implementations or files of peers
         parser.error(str(error))
+    if not groups and not options.list:
+        parser.error("no case matches --op, --match, --dtype and --quick")
+    if options.seconds is not None:
+        groups = cases.spread(groups)
+    return measure(options, groups, settings_of(options))
+
+
+def measure(
+    options: argparse.Namespace,
+    groups: Sequence[Group],
+    settings: Settings,
+    *,
+    order: Callable[[Sequence[Group]], Iterable[Group]] = iter,
+    batches: Callable[[Runner, Group, float | None], Iterator[list[Row]]] = Runner.run,
+) -> int:
+    """Measures or lists groups; returns the exit code. order: the remaining groups one by one, in
+    the order in which they start. batches: as `Runner.run`.
+    """
+    started = time.monotonic()
     if options.list:
         print("\n".join(name for group in groups for name in group.cases))
         return 0
-    if not groups:
-        parser.error("no case matches --op, --match, --dtype and --quick")
     if options.device == "cuda" and _env.default_device().type != "cuda":
-        parser.error("--device cuda needs a GPU that torch can use")
-    if options.seconds is not None:
-        groups = cases.spread(groups)
+        print("error: --device cuda needs a GPU that torch can use", file=sys.stderr)
+        return 2
     signal.signal(signal.SIGTERM, _end)
     options.out.mkdir(parents=True, exist_ok=True)
     results = options.out / "results.jsonl"
     collected: list[Row] = []
     known: set[str] = set()  # absent peers that the file names
-    reached = 0
+    reached: list[Group] = []
     busy = busy_share()
     if busy is not None and busy > rows.BUSY:
         print(f"warning: {rows.busy_warning(busy)}", file=sys.stderr, flush=True)
-    with Runner(settings_of(options), options.out / "worker.log", busy=busy) as runner:
+    with Runner(settings, options.out / "worker.log", busy=busy) as runner:
         runner.start()
         print("  ".join(f"{k} {v}" for k, v in runner.environment.items() if v is not None))
         if options.resume and results.exists():
@@ -128,14 +143,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if (ceiling := runner.ceiling(dtype)) is not None:
                 flops, moved = ceiling["flops_per_s"] / 1e12, ceiling["bytes_per_s"] / 1e9
                 print(f"ceilings {dtype}: {flops:.4g} TFLOP/s, {moved:.4g} GB/s", flush=True)
-        for group in groups:
+        for group in order(groups):
             elapsed = time.monotonic() - started
             if options.seconds is not None and elapsed >= options.seconds:
                 break
-            reached += 1
-            print(f"[{reached}/{len(groups)} {elapsed:.0f} s] {group.name}", flush=True)
+            reached.append(group)
+            print(f"[{len(reached)}/{len(groups)} {elapsed:.0f} s] {group.name}", flush=True)
             until = None if options.seconds is None else started + options.seconds + _GRACE_SECONDS
-            for batch in runner.run(group, until):
+            for batch in batches(runner, group, until):
                 rows.append(results, batch)
                 collected += batch
                 for row in batch:
@@ -144,10 +159,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failures = [r for r in collected if r["status"] == "FAIL"]
     for row in failures:
         print(f"FAIL {case_of(row)}: {row['message']}")
-    if reached < len(groups):
-        missed = f"{len(groups) - reached} of {len(groups)} groups"
-        names = ", ".join(group.name for group in groups[reached:])
-        print(f"{missed} were not reached in {options.seconds:.0f} s (--seconds): {names}")
+    if missed := [group.name for group in groups if group not in reached]:
+        print(
+            f"{len(missed)} of {len(groups)} groups were not reached in {options.seconds:.0f} s "
+            f"(--seconds): {', '.join(missed)}"
+        )
     print(f"{len(collected)} rows in {results}, {time.monotonic() - started:.0f} s")
     measured = any(r["status"] == "ok" for r in collected)
     return 1 if not measured or any(is_fastattn(r) for r in failures) else 0

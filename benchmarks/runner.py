@@ -25,7 +25,7 @@ from fastattn.testing.timing import Plan
 # Time limits of a stage, beyond which it counts as hung. Compiling a whole model takes longest;
 # without one, the oracle or a kernel's compilation. Starting has its own limit.
 STAGE_SECONDS = 240.0
-_SHORT_STAGE_SECONDS = 75.0
+SHORT_STAGE_SECONDS = 75.0
 # A candidate that lost this many workers to crashes and hangs is skipped for the rest of its op.
 _MAX_LOST_WORKERS = 2
 _START_SECONDS = 240.0
@@ -36,13 +36,20 @@ _END_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Settings:
-    """threads: torch's CPU threads, 0 = default. cold: inputs rotate beyond the L2 cache."""
+    """threads: torch's CPU threads, 0 = default. cold: inputs rotate beyond the L2 cache.
+
+    variables: environment variables of the worker. turns: `Runner.run` yields no rows before each
+    round of timings, so that rounds of several runners alternate.
+    """
 
     device_type: str
     threads: int = 0
     cold: bool = True
     plan: Plan = field(default_factory=Plan)
     stage_seconds: float = STAGE_SECONDS
+    short_stage_seconds: float = SHORT_STAGE_SECONDS
+    variables: tuple[tuple[str, str], ...] = ()
+    turns: bool = False
     peer_files: tuple[Path, ...] = ()
 
 
@@ -76,6 +83,7 @@ class Runner:
         if self.process is not None:
             return
         environment = os.environ | {"PYTHONPATH": _with_root(os.environ.get("PYTHONPATH"))}
+        environment |= dict(self.settings.variables)
         with open(self.log or os.devnull, "a") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.worker"],
@@ -181,12 +189,16 @@ class Runner:
             wanted=list(wanted),
             plan=asdict(self.settings.plan),
             cold=self.settings.cold,
+            turns=self.settings.turns,
             peer_files=[str(path.resolve()) for path in self.settings.peer_files],
         )
         candidate, stage, compiles = None, "start", False
         while (event := self._next_event(candidate, stage, until, compiles))["event"] != "done":
             if event["event"] == "stage":
                 candidate, stage, compiles = event["impl"], event["stage"], event["compiles"]
+            elif event["event"] == "turn":
+                yield []
+                self._request("continue")
             elif event["rows"]:
                 yield event["rows"]
 
@@ -203,7 +215,7 @@ class Runner:
     ) -> dict[str, Any]:
         limit = _START_SECONDS if stage == "start" else self.settings.stage_seconds
         if stage != "start" and not compiles:
-            limit = min(limit, _SHORT_STAGE_SECONDS)
+            limit = min(limit, self.settings.short_stage_seconds)
         if until is not None:
             limit = min(limit, max(0.0, until - time.monotonic()))
         try:

@@ -109,7 +109,7 @@ class _Run:
         for implementation, direction in request["wanted"]:
             self.wanted.setdefault(implementation, []).append(direction)
         self.plan = Plan(**request["plan"])
-        self.cold = request["cold"]
+        self.cold, self.turns = request["cold"], request["turns"]
         files = [Path(path) for path in request["peer_files"]]
         found = cases.implementations_of(self.op, device.type, files)
         self.candidates = {c.name: c for c in found if c.name in self.wanted}
@@ -186,10 +186,16 @@ class _Run:
             plan = self.plan
             if not self.benchmark.uses_graphs:
                 plan = dataclasses.replace(plan, graph=False)
+            first = next(iter(calls), None)
+
+            def announce(name: str) -> None:
+                if self.turns and name == first:
+                    self.send("turn")
+                    sys.stdin.readline()
+                self._stage(name, "timing")
+
             try:
-                timings = time_side_by_side(
-                    calls, self.device, plan, announce=lambda name: self._stage(name, "timing")
-                )
+                timings = time_side_by_side(calls, self.device, plan, announce=announce)
             except DeviceLost as lost:
                 candidate = self.candidates[lost.candidate]
                 self._end(candidate, [direction], "FAIL", str(lost))

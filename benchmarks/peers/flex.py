@@ -97,6 +97,7 @@ def _build(task: Task) -> Forward:
 
     def score_change(inputs: Inputs) -> Callable[..., Tensor]:
         table = inputs.get("relative_bias")
+        added = None if bias is None else inputs["mask"]
 
         def changed(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             if softcap is not None:
@@ -105,7 +106,7 @@ def _build(task: Task) -> Forward:
                 score = score - slopes[h] * (i - j).abs()
             if table is not None and buckets is not None:
                 score = score + table[h, buckets[(i - j).clamp(min=0)]]
-            return score if bias is None else score + bias[(*_within(bias, b, h), i, j)]
+            return score if added is None else score + added[(*_within(added, b, h), i, j)]
 
         return changed
 

@@ -119,7 +119,7 @@ def _build(backend: SDPBackend | None, task: Task) -> Forward:
             inputs["q"],
             inputs["k"],
             inputs["v"],
-            mask=distance_bias(inputs) if learned else mask,
+            mask=distance_bias(inputs) if learned else inputs.get("mask", mask),
             causal=inputs["causal"] and not biased,
             scale=inputs.get("scale"),
             dropout_p=inputs.get("dropout_p", 0.0),

@@ -45,6 +45,8 @@ def _attention(mask: Tensor | None, inputs: Inputs) -> Tensor:
 
 def _build_attention(task: Task) -> Forward:
     mask = key_mask(task.inputs)
+    if task.inputs.get("mask") is not None:
+        return lambda inputs: _attention(inputs["mask"], inputs)
     if task.inputs["causal"]:
         M, N = task.inputs["q"].shape[2], task.inputs["k"].shape[2]
         mask = torch.ones(M, N, dtype=torch.bool, device=task.device).tril()

@@ -17,6 +17,7 @@ import torch
 
 BACKEND_VARIABLE = "FASTATTN_BACKEND"
 RECORD_VARIABLE = "FASTATTN_RECORD"
+LIBRARY_VARIABLE = "FASTATTN_LIBRARY"
 _INTERPRET_VARIABLE = "TRITON_INTERPRET"
 CPU = torch.device("cpu")
 # A plain dictionary: torch.compile(fullgraph=True) traces no mapping proxy after a mutation of any.
@@ -71,6 +72,14 @@ def record_path() -> Path | None:
     if not os.path.isabs(cache):  # XDG's specification says to ignore relative paths
         cache = os.path.expanduser("~/.cache")
     return Path(cache, "fastattn", "verified.json")
+
+
+def library_file(name: str, folder: Path) -> Path:
+    """A native library's file: the one in `folder`, or that of the same name which FASTATTN_LIBRARY
+    names, such as another build of it.
+    """
+    other = Path(os.environ.get(LIBRARY_VARIABLE, ""))
+    return other if other.name == name else folder / name
 
 
 def torch_version() -> str:

@@ -43,7 +43,7 @@ def unavailable(library: str) -> str | None:
 
 
 def _load_failure(library: str) -> str | None:
-    path = _PACKAGE / f"_C_{library}.abi3.so"
+    path = _env.library_file(f"_C_{library}.abi3.so", _PACKAGE)
     if not path.is_file():
         return (
             f"needs the native library {library}, which was not built: with torch and "

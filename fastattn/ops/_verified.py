@@ -31,9 +31,10 @@ def kernels(backend: str) -> dict[str, str]:
     other kernels.
     """
     digest = hashlib.sha256()
-    libraries = _PACKAGE.glob(f"_C_{backend}.abi3.so")
-    for file in (*sorted(_PACKAGE.glob("ops/**/*.py")), *libraries):
-        digest.update(f"{file.relative_to(_PACKAGE).as_posix()}\0".encode())
+    library = _env.library_file(f"_C_{backend}.abi3.so", _PACKAGE)
+    for file in (*sorted(_PACKAGE.glob("ops/**/*.py")), *([library] if library.is_file() else [])):
+        place = file.name if file == library else file.relative_to(_PACKAGE).as_posix()
+        digest.update(f"{place}\0".encode())
         digest.update(file.read_bytes())
     versions = _env.versions()
     wanted = {name: versions[name] for name in ("torch", "cuda", "triton")}

@@ -89,7 +89,7 @@ def test_a_stage_that_fails_does_not_stop_the_others(
         "instances": ("FAIL", "ended with SIGSEGV"),
         "check": ("FAIL", ""),
         "tune": ("unfinished", late),
-        "benchmarks": ("FAIL", "ended with code 2"),
+        "record": ("FAIL", "ended with code 2"),
         "report": ("ok", ""),
     }
     assert _wait_for(lambda: not _is_running(int((tmp_path / "started").read_text())))
@@ -112,7 +112,7 @@ def test_limits(tmp_path: Path, stages: Callable[..., None]) -> None:
 
 
 def test_a_stage_that_left_cases_out_is_unfinished(tmp_path: Path) -> None:
-    """Until a run reaches them; benchmarks never reach all."""
+    """Until a run reaches them; the record never reaches all."""
     file = tmp_path / "instances.jsonl"
 
     def outcome(code: int, *found: tuple[str, str]) -> tuple[str, str]:
@@ -129,7 +129,7 @@ def test_a_stage_that_left_cases_out_is_unfinished(tmp_path: Path) -> None:
     assert outcome(1, ("a", "FAIL"), ("c", "skipped")) == ("FAIL", "1 FAIL, 1 ok, 1 skipped")
     assert outcome(3) == ("FAIL", "ended with code 3")  # some backend runs on every device
     lines.append(tmp_path / "results.jsonl", [{"op": "ffn", "status": "skipped"}])
-    assert bring_up.outcome("benchmarks", tmp_path, 0)[0] == "ok"
+    assert bring_up.outcome("record", tmp_path, 0)[0] == "ok"
 
 
 INTERRUPTED = """
@@ -165,14 +165,14 @@ def test_the_stages_are_commands_that_exist(tmp_path: Path) -> None:
     """Each with its rows in its file; the whole suite is recorded on a GPU only."""
     recorded = []
     for stage, device, quick in product(bring_up.STAGES, ("cpu", "cuda"), (False, True)):
-        options = argparse.Namespace(device=device, out=tmp_path, quick=quick)
+        options = argparse.Namespace(device=device, out=tmp_path, quick=quick, peers=None, build=[])
         _, module, *arguments = bring_up.command(stage, options, 77.0)
         assert str(tmp_path) in " ".join(arguments)
         assert stage == "report" or {"--resume", "--seconds=77"} <= set(arguments)
         recorded += [(stage, device, quick)] * ("--record" in arguments)
         if stage == "check":
             cli.make_parser(arguments).parse_args(["check", "--device=cpu", *arguments[2:]])
-        elif stage in ("instances", "tune", "benchmarks"):
+        elif stage in ("instances", "tune", "record"):
             of_gpu = ["--arch=sm_90"] if stage == "tune" else []
             assert importlib.import_module(module).main([*arguments, *of_gpu, "--list"]) == 0
     assert recorded == [("check", "cuda", False)]
@@ -241,8 +241,8 @@ def test_rehearsal_on_a_cpu(tmp_path: Path) -> None:
     """All stages, in a few seconds each, and again: nothing finished is repeated."""
     command = [sys.executable, "-m", "benchmarks.bring_up", "--device=cpu", "--quick"]
     command += ["--out", str(tmp_path), "--budget=report=60"]
-    command += [f"--budget={stage}=15" for stage in ("instances", "check", "benchmarks")]
-    passed = {stage: 0 for stage in ("instances", "check", "benchmarks")}
+    command += [f"--budget={stage}=15" for stage in ("instances", "check", "record")]
+    passed = {stage: 0 for stage in ("instances", "check", "record")}
     for _ in range(2):
         done = subprocess.run(
             command, cwd=rows.ROOT, env=environment(), capture_output=True, text=True

@@ -56,11 +56,12 @@ def padded_workload(
     dropout_p: float = 0.0,
     scores: str = "",
     page: int | None = None,
+    learned_mask: bool = False,
 ) -> Workload:
     """S keys and M queries (default S). padded: "", "keys" or "both". window: the left side of the
     window, with causal. mask: "bool BMN" or "float HMN". lengths: default `spread_lengths`. scores:
     one of SCORE_CHANGES; sinks and the table of "relative" get gradients. page: the keys in a page;
-    k and v, which peers get, are contiguous.
+    k and v, which peers get, are contiguous. learned_mask: the mask gets a gradient; B must be 1.
     """
     K = H if K is None else K
     M = S if M is None else M
@@ -109,7 +110,7 @@ def padded_workload(
         return inputs
 
     learned = {"sinks": ("sinks",), "relative": ("relative_bias",)}
-    gradients = ("q", "k", "v", *learned.get(scores, ()))
+    gradients = ("q", "k", "v", *learned.get(scores, ()), *["mask"] * learned_mask)
     moved = 4.0 * B * D * (H * M + K * S)
     decode = M == 1
     features = {
@@ -120,6 +121,7 @@ def padded_workload(
         "gqa": K != H,
         "paged": page is not None,
         (mask or "").replace(" ", "_"): mask,
+        "mask_gradient": learned_mask,
         "dropout": dropout_p,
         scores: scores,
     }
@@ -133,6 +135,15 @@ def padded_workload(
         2.0 * moved,
         tuple(feature for feature, on in features.items() if on),
         devices,
+    )
+
+
+def _ordered(workload: Workload) -> Workload:
+    """The same under torch.use_deterministic_algorithms, where a backward has the same bits in
+    every call.
+    """
+    return replace(
+        workload, name=workload.name + "_ordered", features=(*workload.features, "ordered")
     )
 
 
@@ -188,6 +199,13 @@ def _padded_workloads() -> tuple[Workload, ...]:
         rows.append(padded_workload(name + "_bias", *shape, _GPU, mask="float HMN"))
         rows.append(padded_workload(name + "_dropout", *shape, _GPU, dropout_p=0.1))
     rows.append(
+        padded_workload("b1_h16_s4096_d128_bias_gradient", 1, 16, 4096, 128, _GPU,
+                        mask="float HMN", learned_mask=True)
+    )  # fmt: skip
+    for D in (64, 128, 256):
+        name = f"b8_h{2048 // D}_s2048_d{D}_causal"
+        rows.append(_ordered(padded_workload(name, 8, 2048 // D, 2048, D, _GPU, causal=True)))
+    rows.append(
         padded_workload("b4_h32_k8_s4096_d128_gqa", 4, 32, 4096, 128, _GPU, K=8, causal=True)
     )
     rows.append(
@@ -225,6 +243,9 @@ def _padded_workloads() -> tuple[Workload, ...]:
         padded_workload("b2_h8_s512_d64_bool_mask", *shape, _CPU, mask="bool BMN"),
         padded_workload("b2_h8_s512_d64_bias", *shape, _CPU, mask="float HMN"),
         padded_workload("b2_h8_s512_d64_dropout", *shape, _CPU, dropout_p=0.1),
+        padded_workload("b1_h8_s512_d64_bias_gradient", 1, 8, 512, 64, _CPU, mask="float HMN",
+                        learned_mask=True),
+        _ordered(padded_workload("b2_h8_s128_d64_causal", 2, 8, 128, 64, _CPU, causal=True)),
         padded_workload("b2_h8_k2_s512_d64_gqa", *shape, _CPU, K=2, causal=True),
         padded_workload("b2_h8_s1024_d64_window128", 2, 8, 1024, 64, _CPU, causal=True, window=128),
         padded_workload("b16_h8_s72_d64_sentences", 16, 8, 72, 64, _CPU, padded="both",

@@ -31,7 +31,8 @@ from fastattn.ops import _env, _native
 # Seconds after which a stage that compiles nothing counts as hung: a run lasts a few minutes.
 _HUNG_SECONDS = 30.0
 _ATTENTION = r"attention-(fwd|bwd)-\w+"
-_GRID = r"_(h32_s\d+_d64|h16_s\d+_d128|h8_s(\d+_d256|128_d64))(_causal)?-\w+-"
+# The last one is a CPU's.
+_GRID = r"(_h32_s\d+_d64|_h16_s\d+_d128|_h8_s\d+_d256|(?<=b2)_h8_s128_d64)(_causal)?-\w+-"
 _NORMS = r"(add_layer|layer|rms)_norm-(fwd|bwd)-\w+-\w+-"
 _STEP = r"transformer-step-d(512_h8_b64_s512|1024_h16_b16_s2048|128_h4_b4_s64)"
 _BACKENDS = r"fastattn-(?!reference)\w+"

@@ -182,7 +182,7 @@ def test_rounds_of_builds_alternate() -> None:
 
 
 def test_another_library_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place of the package's of the same name; what has passed with that does not apply to it."""
+    """In place of the package's of the same name; what has passed with that is not verified."""
     monkeypatch.setenv(_env.LIBRARY_VARIABLE, str(other := tmp_path / "_C_sm90.abi3.so"))
     assert _env.library_file("_C_cpu.abi3.so", tmp_path / "package").parent.name == "package"
     digests = set()

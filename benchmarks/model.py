@@ -35,7 +35,7 @@ _DROPOUT = 0.1
 # Kinds of kernels, or of operators on a CPU, by the first pattern that occurs in a name.
 _KERNELS = {
     "attention": "attention|sdpa|flash|fmha",
-    "norms": "norm",
+    "norms": "norm|GammaBeta",
     "feed-forward": "ffn",
     "products": "gemm|nvjet|cutlass|cublas|addmm|::b?mm|linear",
     "copies": "memcpy|memset|copy|cat_|::_?cat|fill",

@@ -165,7 +165,7 @@ def _kernel_table(grid: Grid) -> list[Block]:
     kinds = dict.fromkeys(kind for r in found for kind in r["kernel_ms"])
     lines = []
     for r in found:
-        times = (f"{r['kernel_ms'].get(kind, 0.0):.3g}" for kind in kinds)
+        times = (f"{r['kernel_ms'].get(kind, 0.0):.4g}" for kind in kinds)
         lines.append((f"{r['workload']} {r['impl']}", f"{r['ms_median']:.4g}", *times))
     note = "Milliseconds of a step, and of its kernels (on a CPU: operators) by kind."
     return [Text(note), Table(("", "step", *kinds), tuple(lines))] if found else []

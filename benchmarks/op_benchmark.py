@@ -102,6 +102,8 @@ class OpBenchmark:
         self.peaks: dict[tuple[str, str], int | None] = {}
 
     def refusal(self, candidate: Implementation) -> str | None:
+        if "ordered" in self.features and not candidate.is_fastattn:
+            return "is not asked for a fixed order"
         return candidate.unavailable() or candidate.refusal(self.task)
 
     def build(self, candidate: Implementation) -> None:

@@ -25,6 +25,9 @@ from benchmarks.implementations import Implementation, can_import
 from benchmarks.model import kernel_times
 from benchmarks.op_benchmark import OpBenchmark
 from fastattn.ops import _env, _verified
+from fastattn.ops.attention import spec_workloads
+from fastattn.ops.attention.spec_workloads import padded_workload
+from fastattn.testing.spec import Workload
 
 CPU = torch.device("cpu")
 LIBRARY = rows.ROOT / "fastattn" / "_C_cpu.abi3.so"
@@ -259,10 +262,8 @@ def test_rehearsal_on_a_cpu(
 
 
 # -- cells of the record ---------------------------------------------------------------------------
-def _verdict(workload: str, function: Any) -> Any:
-    benchmark = OpBenchmark(
-        cases.specs()["attention"], cases.find_workload("attention", workload), CPU, torch.float32
-    )
+def _verdict(workload: Workload, function: Any) -> Any:
+    benchmark = OpBenchmark(cases.specs()["attention"], workload, CPU, torch.float32)
     candidate = Implementation("c", ("attention",), lambda task: function, is_fastattn=True)
     benchmark.build(candidate)
     benchmark.prepare_oracle(candidate)
@@ -289,19 +290,27 @@ def test_calls_in_a_fixed_order_have_the_same_bits(monkeypatch: pytest.MonkeyPat
             assert torch.are_deterministic_algorithms_enabled() == (calls > 1)
             return dx * (1 + 1e-7 * (calls > 3))
 
-    workload = "b2_h8_s128_d64_causal_ordered"
+    workload = spec_workloads._ordered(padded_workload("tiny", 1, 2, 33, 16, ("cpu",)))
+    assert workload.name == "tiny_ordered"
     good = _verdict(workload, _reference)
     assert good.ok and good.message == "3 calls in a fixed order have the same bits"
     bad = _verdict(workload, lambda inputs: _reference(inputs | {"v": Differs.apply(inputs["v"])}))
     assert not bad.ok and bad.message == "dv: call 3 in a fixed order has other bits"
+    benchmark = OpBenchmark(cases.specs()["attention"], workload, CPU, torch.float32)
+    [peer] = [c for c in cases.implementations_of("attention", "cpu") if c.name == "sdpa"]
+    assert benchmark.refusal(peer) == "is not asked for a fixed order"
 
 
-def test_the_gradient_of_a_bias_is_checked() -> None:
+@pytest.mark.parametrize("whole", [2**20, 1])
+def test_the_gradient_of_a_bias_is_checked(whole: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op_benchmark, "_WHOLE", whole)
+
     def half(inputs: Any) -> Any:
         mask = inputs["mask"]
         return _reference(inputs | {"mask": 0.5 * mask + 0.5 * mask.detach()})
 
-    workload = "b1_h8_s512_d64_bias_gradient"
+    options: dict[str, Any] = {"mask": "float HMN", "learned_mask": True}
+    workload = padded_workload("tiny", 1, 2, 33, 16, ("cpu",), **options)
     assert _verdict(workload, _reference).ok
     found = _verdict(workload, half)
     assert not found.ok and found.message.startswith("dmask")

@@ -20,8 +20,10 @@ their objects go to --build-temp.
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
 import re
@@ -208,6 +210,17 @@ INSTANCES = {
 TRIALS = ("ffn_loop",)
 
 
+# The source that GPU libraries have the digest of their sources from, as FASTATTN_DIGEST.
+DIGEST_SOURCE = "digest_sm90_cuda.cu"
+# Comments and white space, then tokens of C++ in a group: strings, characters, words and numbers,
+# operators. Ends of lines are tokens, too: they end directives.
+_TOKENS = re.compile(
+    r"//(?:\\\n|[^\n])*|/\*.*?\*/|\\\n|[^\S\n]+"
+    r"|(R\"(\w*)\(.*?\)\2\"|\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\\n])+'|\d[\w.']*|\w+"
+    r"|->|\+\+|--|<<|>>|&&|\|\||::|[-+*/%&|^=!<>]=|\S|\n)",
+    re.DOTALL,
+)
+
 # Instances that differ in this macro alone are compiled together: for a single one, about half of
 # the time goes to the headers. (CPU seconds of the 13 variants of attention_fwd_sm90_bf16_d128,
 # CUDA 13.0 on an AMD EPYC: 17 together, 2.5 for each one alone.)
@@ -300,6 +313,33 @@ def objects_of(source: Path) -> dict[str, list[str]]:
         re.sub(r"(_d\d+)_\w+$", r"\1", names[0]) if len(names) > 1 else names[0]: names
         for names in found.values()
     }
+
+
+def tokens(source: str) -> list[str]:
+    """The tokens of C++ code; ends of lines only where they end a directive."""
+    found: list[str] = []
+    in_directive = False
+    for match in _TOKENS.finditer(source):
+        if match[1] and (match[1] != "\n" or in_directive):
+            found.append(match[1])
+            in_directive = match[1] != "\n" and (in_directive or match[1] == "#")
+    return found
+
+
+def digest_of(library: Library, csrc: Path = CSRC, trials: Sequence[str] = ()) -> str:
+    """A digest of the sources of a GPU library and the headers of csrc that they include, without
+    comments and white space, and of nvcc's options. Records of verified kernels apply to it.
+    """
+    left, code = sources(library, csrc), {}
+    options = [NVCC_FLAGS, library.architectures, trials, [instances(s) for s in sorted(left)]]
+    while left:
+        path = left.pop()
+        if path not in code and path.is_file():
+            code[path] = tokens(path.read_text())
+            text = "\n".join(code[path])
+            left += [csrc / name for name in re.findall(r'^#\ninclude\n"(.*)"$', text, re.M)]
+    named = sorted((path.relative_to(csrc).as_posix(), found) for path, found in code.items())
+    return hashlib.sha256(json.dumps([options, named]).encode()).hexdigest()[:16]
 
 
 def check_possible(library: Library, tools: Tools, csrc: Path = CSRC) -> None:
@@ -419,6 +459,7 @@ def library_steps(
         headers += ["-isystem", sysconfig.get_path("include"), *EXTENSION_FLAGS]
     # -MMD omits torch's headers: a library built for one torch has a folder for each torch.
     place = objects / (library.file_name(tools) if library.extends else library.name)
+    digest = digest_of(library, csrc, trials) if library.architectures else ""
     steps = []
     for source in sources(library, csrc):
         beside = place / source.parent.relative_to(csrc)
@@ -436,6 +477,7 @@ def library_steps(
                 compiler += [str(cuda / "bin" / "nvcc"), "-ccbin", tools.cxx, *NVCC_FLAGS]
                 compiler += [f"-gencode={a}" for a in library.architectures]
                 compiler += ["-MD", *flags, *trials]
+                compiler += [f"-DFASTATTN_DIGEST={digest}"] * (source.name == DIGEST_SOURCE)
             else:
                 # Messages show paths relative to csrc or torch, without this machine's folders.
                 prefixes = [f"-ffile-prefix-map={root}/=" for root in (csrc, tools.torch)]

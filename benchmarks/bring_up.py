@@ -62,7 +62,7 @@ def run_stage(stage: str, o: argparse.Namespace, seconds: float) -> dict[str, An
     print(f"\n== {stage}, at most {seconds:.0f} s\n{shlex.join(arguments)}", flush=True)
     interpreted = stage == "instances" and o.device == "cpu"
     env = os.environ | ({"TRITON_INTERPRET": "1"} if interpreted else {})
-    row = {"stage": stage, "limit_s": seconds, "commit": rows.commit()}
+    row = {"stage": stage, "limit_s": seconds, "commit": lines.commit()}
     row |= {"status": "unfinished", "message": f"was interrupted; {_CONTINUES}"}
     started = time.monotonic()
     # A session of its own: an interrupt from the keyboard reaches this process alone.
@@ -116,9 +116,10 @@ def write_report(o: argparse.Namespace) -> int:
         ]
         blocks += [Heading(2, f"{stage} failed"), Text("\n".join(failed))] if failed else []
     if device.type == "cuda":
-        if (record := _env.record_path()) is not None and record.exists():
-            shutil.copyfile(record, o.out / "verified.json")
-        chosen = [f"- {' '.join(each)}" for each in sorted(_verified.passed(device))] or ["none"]
+        if (records := _env.record_folder()) is not None and records.exists():
+            shutil.copytree(records, o.out / "verified", dirs_exist_ok=True)
+        passed, _ = _verified.recorded(device)
+        chosen = [f"- {' '.join(each)}" for each in sorted(passed)] or ["none"]
         blocks += [Heading(2, "Chosen automatically from now on"), Text("\n".join(chosen))]
     measured = list(rows.read(o.out.glob("results.jsonl")))
     print(report.write_html(measured, o.out / "report.html", blocks))

@@ -6,7 +6,8 @@ of the ratios to the best peers, op by op. Attention gets throughput and memory 
 length per head dim and a heat map of ratios to the best peer; other ops get bars and a heat map;
 models get their memory; each dtype a roofline.
 Plots need matplotlib; tables need nothing. `--stale` only lists figures measured on other sources,
-`--update` only writes the headlines between two markers of a document, and a plot per machine.
+`--update` only writes the headlines and the verified kernels between markers of a document, and a
+plot per machine.
 """
 
 import argparse
@@ -34,6 +35,7 @@ from benchmarks.grids import (
     peer_ratios,
 )
 from benchmarks.rows import Row, is_fastattn
+from fastattn.ops import _verified
 
 _MODELS = ("transformer", "generation")
 _RATES = ("tflops", "gbps")
@@ -382,17 +384,33 @@ def _headline(headline: Headline, found: Sequence[Row]) -> tuple[str, ...]:
     return what, f"{case}, {headline.dtype}", time, ", ".join(ratios), about
 
 
+def verified() -> Table:
+    """The kernels that passed or failed on GPUs by the records that ship with the package."""
+    ops: dict[tuple[str, ...], list[str]] = {}
+    for file in _verified.files(_verified.SHIPPED):
+        record, (architecture, _, backend) = _verified.read(file), file.stem.partition("-")
+        dtypes: dict[tuple[str, ...], list[str]] = {}
+        for entry in record["kernels"]:
+            seen = tuple(str(entry.get(key)) for key in ("status", "device", "date", "commit"))
+            dtypes.setdefault((entry["op"], *seen), []).append(entry["dtype"])
+        for (op, status, *where), found in dtypes.items():
+            key = architecture, f"`{backend}`", ", ".join(found), f"{status}: {', '.join(where)}"
+            ops.setdefault(key, []).append(f"`{op}`")
+    lines = tuple((gpu, by, ", ".join(names), *rest) for (gpu, by, *rest), names in ops.items())
+    return Table(("GPU", "kernels", "of", "in", "whole suite"), lines)
+
+
 _BEGIN, _END = "<!-- figures: begin -->\n", "<!-- figures: end -->\n"
 
 
 def updated(document: str, paths: Sequence[Path], pictures: Path) -> str:
-    """The document with its headlines between the markers, and the pictures of the newest GPU and
-    CPU of all rows. pictures: the folder of the first path relative to the document.
+    """The document with its headlines between the markers, the pictures of the newest GPU and CPU
+    of all rows, and the verified kernels if it has markers for them. pictures: the folder of the
+    first path relative to the document.
     """
-    before, begin, rest = document.partition(_BEGIN)
-    _, end, after = rest.partition(_END)
-    if not begin or not end:
-        raise ValueError(f"a document to update must hold {_BEGIN.strip()} and {_END.strip()}")
+    marks = _BEGIN.replace("figures", "verified"), _END.replace("figures", "verified")
+    if marks[0] in document:
+        document = _filled(document, *marks, to_markdown([verified()], Path()))
     blocks: list[Block] = [headline_table(paths, pictures)]
     beside = [path for path in paths if path.parent == paths[0].parent]
     results = [r for r in rows.read(beside) if r["status"] == "ok"]
@@ -401,7 +419,16 @@ def updated(document: str, paths: Sequence[Path], pictures: Path) -> str:
         of_machine = {machine_of(r) for r in of_kind if r["date"] == newest}
         chosen = [r for r in of_kind if machine_of(r) == min(of_machine)]
         blocks += [block for block in summary(chosen, pictures) if isinstance(block, Image)]
-    return before + begin + to_markdown(blocks, Path()) + end + after
+    return _filled(document, _BEGIN, _END, to_markdown(blocks, Path()))
+
+
+def _filled(document: str, begin: str, end: str, text: str) -> str:
+    """The document with the text between two markers."""
+    before, first, rest = document.partition(begin)
+    _, last, after = rest.partition(end)
+    if not first or not last:
+        raise ValueError(f"a document to update must hold {begin.strip()} and {end.strip()}")
+    return before + begin + text + end + after
 
 
 # -- the report ------------------------------------------------------------------------------------

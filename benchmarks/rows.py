@@ -4,7 +4,6 @@ import datetime
 import functools
 import hashlib
 import math
-import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -76,7 +75,8 @@ def complete(
     rows = []
     for measured in batch:
         row: Row = dict.fromkeys(FIELDS)
-        row |= {"schema": SCHEMA, "date": datetime.date.today().isoformat(), "commit": commit()}
+        date = datetime.date.today().isoformat()
+        row |= {"schema": SCHEMA, "date": date, "commit": lines.commit()}
         row |= {k: v for k, v in environment.items() if k in FIELDS}
         row |= measured
         if is_fastattn(row):
@@ -156,24 +156,7 @@ def exceeds_bytes(row: Mapping[str, Any]) -> bool:
 def measured_on(device: str, versions: Mapping[str, str]) -> dict[str, Any]:
     """Device, date, commit and versions, for a file of figures that are not rows of this suite."""
     date = datetime.date.today().isoformat()
-    return {"device": device, "date": date, "commit": commit(), "versions": dict(versions)}
-
-
-@functools.cache
-def commit() -> str | None:
-    """The commit, with "+" if the working tree differs; None outside a repository."""
-    try:
-        head = _git("rev-parse", "--short=12", "HEAD")
-        return head + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _git(*arguments: str) -> str:
-    done = subprocess.run(
-        ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True, timeout=20
-    )
-    return done.stdout.strip()
+    return {"device": device, "date": date, "commit": lines.commit(), "versions": dict(versions)}
 
 
 @functools.cache

@@ -280,13 +280,15 @@ def backend_orders() -> str:
     """Every torch op with its backends in order of preference."""
 
     def cell(backend: Backend) -> str:
-        if backend.automatic:
-            return f"`{backend.name}`"
-        passed = "".join(f"on {architecture}, or " for architecture in backend.verified)
-        return f"`{backend.name}` ({passed}where it has passed)"
+        return f"`{backend.name}`" + ("" if backend.automatic else " (where it has passed)")
 
     rows = [[f"`{op.name}`", " → ".join(map(cell, op.backends.values()))] for op in OPS.values()]
     return table(["op", "tried in this order"], rows)
+
+
+def verified_kernels() -> str:
+    """What passed or failed on GPUs, by the records that ship."""
+    return report.to_markdown([report.verified()], Path())
 
 
 def backends_here() -> str:
@@ -550,6 +552,7 @@ def exit_codes() -> str:
 TEXTS: dict[str, Callable[[], str]] = {
     "backend_orders": backend_orders,
     "backends_here": backends_here,
+    "verified_kernels": verified_kernels,
     "support": support,
     "op_families": op_families,
     "results": results,

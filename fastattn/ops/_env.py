@@ -61,9 +61,9 @@ def _parse_request(value: str) -> dict[str, str]:
     return request
 
 
-def record_path() -> Path | None:
-    """The file that records verified kernels: FASTATTN_RECORD if it is set (None if it is empty),
-    else fastattn/verified.json in the user's cache folder.
+def record_folder() -> Path | None:
+    """The folder of this user's records of verified kernels: FASTATTN_RECORD if it is set (None if
+    it is empty), else fastattn/verified in the user's cache folder.
     """
     named = os.environ.get(RECORD_VARIABLE)
     if named is not None:
@@ -71,7 +71,7 @@ def record_path() -> Path | None:
     cache = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(cache):  # XDG's specification says to ignore relative paths
         cache = os.path.expanduser("~/.cache")
-    return Path(cache, "fastattn", "verified.json")
+    return Path(cache, "fastattn", "verified")
 
 
 def library_file(name: str, folder: Path) -> Path:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 OPS: dict[str, "Op"] = {}
 # The backend whose kernels are registered under the dispatcher's CPU key.
 CPU_BACKEND = "cpu"
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # The backend's name in calls that the CPU kernels forward: the automatic choice without them.
 NOT_CPU = ""
 _log = logging.getLogger("fastattn")
@@ -36,13 +37,11 @@ class Backend:
     """A backend in an op's order of preference.
 
     automatic: whether it can be chosen automatically everywhere. False for GPU kernels: these are
-    chosen where they have passed the equivalence suite, on the architectures in `verified` and on
-    the user's GPU if its record says so (`_verified`), unless that says that they failed.
+    chosen where a record says that they passed the equivalence suite (`_verified`).
     """
 
     name: str
     automatic: bool = True
-    verified: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -154,33 +153,19 @@ def forget_orders() -> None:
 
 
 def _is_verified(op: "Op", backend: Backend, device: torch.device, dtype: torch.dtype) -> bool:
-    if _has_passed(op, backend.name, device, dtype):
-        return True
-    key = (op.public_name, backend.name, _verified.name(dtype))
-    return _is_verified_architecture(backend, device) and key not in _verified.failed(device)
+    """Entries of a record are of a public function, or of one direction of it."""
+    passed, failed = _verified.recorded(device)
+    keys = {(name, backend.name, _verified.name(dtype)) for name in (op.public_name, op.name)}
+    return not keys.isdisjoint(passed) and keys.isdisjoint(failed)
 
 
-def _is_verified_architecture(backend: Backend, device: torch.device) -> bool:
-    if device.type != "cuda" or not backend.verified:
-        return False
-    try:
-        architecture = _env.architecture(device.type, device.index or 0)
-    except (AssertionError, RuntimeError):  # torch finds no GPU
-        return False
-    return architecture in backend.verified
-
-
-def _automatic(op: "Op", device: torch.device) -> list[str]:
-    """Names of the backends that are chosen if the user has no record."""
-    return [
-        name
+def _verified_dtypes(op: "Op", device: torch.device) -> dict[str, tuple[str, ...]]:
+    """By the names of backends that are not automatic everywhere."""
+    return {
+        name: tuple(_verified.name(t) for t in _DTYPES if _is_verified(op, backend, device, t))
         for name, backend in op.backends.items()
-        if backend.automatic or _is_verified_architecture(backend, device)
-    ]
-
-
-def _has_passed(op: "Op", backend: str, device: torch.device, dtype: torch.dtype) -> bool:
-    return (op.public_name, backend, _verified.name(dtype)) in _verified.passed(device)
+        if not backend.automatic
+    }
 
 
 def _warn_if_slow_or_unverified(
@@ -200,7 +185,7 @@ def _warn_if_slow_or_unverified(
         reasons = {**refusals, **unverified}
         why = "; ".join(f"backend {name} {reason}" for name, reason in reasons.items())
         _warn_once(f"{op.name} runs the slow reference on {device.type}: {why}")
-    elif not _is_verified(op, chosen, device, dtype):
+    elif chosen.automatic and not _is_verified(op, chosen, device, dtype):
         architecture = _env.architecture(device.type, device.index or 0)
         _warn_once(f"{op.name}: backend {chosen.name} is not verified on {architecture}")
 
@@ -305,8 +290,9 @@ def backend_table(device: torch.device | None = None) -> list[BackendStatus]:
     for op in OPS.values():
         if not op.requestable:
             continue
+        dtypes = _verified_dtypes(op, device)
         forward = OPS.get(f"{op.public_name}_fwd", op)
-        if op.is_derivative and _automatic(op, device) == _automatic(forward, device):
+        if op.is_derivative and dtypes == _verified_dtypes(forward, device):
             continue
         for name, backend in op.backends.items():
             why = _env.refuses_device(name, device) or op.import_failure(name)
@@ -316,11 +302,6 @@ def backend_table(device: torch.device | None = None) -> list[BackendStatus]:
                 why = unavailable() if unavailable else None
                 if why is None and name != CPU_BACKEND and not hasattr(module, op.name):
                     why = f"does not implement {op.name}"
-            passed, failed = (
-                tuple(dtype for *key, dtype in sorted(found) if key == [op.public_name, name])
-                for found in (_verified.passed(device), _verified.failed(device))
-            )
-            automatic = backend.automatic or (name in _automatic(op, device) and not failed)
-            status = (why is None, why or "", automatic, () if automatic else passed)
+            status = (why is None, why or "", backend.automatic, dtypes.get(name, ()))
             table.append(BackendStatus(op.name.removesuffix("_fwd"), name, *status))
     return table

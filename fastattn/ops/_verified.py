@@ -1,15 +1,17 @@
 """The records of kernels that passed the equivalence suite and may be chosen automatically.
 
-`fastattn check --device cuda --record` writes the record of this user. Records of measured GPUs
-ship in the folder `verified` beside this file. An entry applies to the GPU architecture on which it
-was made, the same kernels (a digest of their sources and library), PyTorch, CUDA and Triton. What
-failed for this user is not chosen, whatever a shipped record says.
+A record is a file `<architecture>-<backend>.json`: a digest of the kernels that ran and a verdict
+for each op and dtype. Records of measured GPUs ship in the folder `verified` beside this file;
+`fastattn check --device cuda --record` writes those of this user. A record applies to installed
+kernels of the same digest. What failed for this user is not chosen, whatever a shipped record says.
 """
 
+import ast
 import functools
 import hashlib
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,47 +20,96 @@ import torch
 from fastattn.ops import _env
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-_SHIPPED = Path(__file__).resolve().parent / "verified"
+SHIPPED = Path(__file__).resolve().parent / "verified"
+# In the file of a library, by csrc/common/digest_sm90_cuda.cu.
+_BUILT = re.compile(rb"fastattn sources (\w+), nvcc ([\d.]+)\0")
 _log = logging.getLogger("fastattn")
 # (op, backend, dtype)
 Kernel = tuple[str, str, str]
 
 
+# -- the installed kernels ------------------------------------------------------------------------
 @functools.cache
-def kernels(backend: str) -> dict[str, str]:
-    """Identity of the kernels that an entry of a backend applies to: a digest of its kernels and
-    the versions of what runs them. A library counts as it was built: another compiler may make
-    other kernels.
+def digest(backend: str) -> str:
+    """Identity of a backend's kernels: a digest of its library's sources, or the version of the
+    package that the backend is named after, and a digest of the syntax trees of its modules.
     """
-    digest = hashlib.sha256()
-    library = _env.library_file(f"_C_{backend}.abi3.so", _PACKAGE)
-    for file in (*sorted(_PACKAGE.glob("ops/**/*.py")), *([library] if library.is_file() else [])):
-        place = file.name if file == library else file.relative_to(_PACKAGE).as_posix()
-        digest.update(f"{place}\0".encode())
-        digest.update(file.read_bytes())
-    versions = _env.versions()
-    wanted = {name: versions[name] for name in ("torch", "cuda", "triton")}
-    return {"digest": digest.hexdigest()[:16], **wanted}
+    code, _ = built(backend) or (_env.versions().get(backend, "absent"), None)
+    return f"{code}-{_digest_of_modules(backend)}"
 
 
-def applies_to(device: torch.device, backend: str) -> dict[str, str]:
-    """The fields by which an entry says to which kernels on which GPUs it applies."""
-    return {"architecture": _env.architecture(device.type, device.index or 0), **kernels(backend)}
+def library(backend: str) -> Path:
+    return _env.library_file(f"_C_{backend}.abi3.so", _PACKAGE)
 
 
-def entries(file: Path, what: str = "passed") -> list[dict[str, Any]]:
-    """All entries of a record, current or not, of kernels that "passed" or "failed"; raises
-    ValueError if it cannot be read.
+def built(backend: str) -> tuple[str, str] | None:
+    """The digest of the sources of a backend's library and the version of nvcc that compiled it, as
+    setup.py puts them into the file; None without them. Loads nothing.
     """
+    file = library(backend)
+    found = _BUILT.search(file.read_bytes()) if file.is_file() else None
+    return (found[1].decode(), found[2].decode()) if found else None
+
+
+def _digest_of_modules(backend: str) -> str:
+    """A digest of a backend's modules and of the modules of ops that they import, but for those
+    that ask for the environment and load libraries.
+    """
+    patterns = (f"ops/*/{backend}*.py", f"ops/*/{backend}/*.py")
+    left = [file for pattern in patterns for file in _PACKAGE.glob(pattern)]
+    trees: dict[str, str] = {}
+    while left:
+        file = left.pop()
+        name = file.relative_to(_PACKAGE).as_posix()
+        if name in trees or file.stem in ("_env", "_native"):
+            continue
+        tree = ast.parse(file.read_bytes())
+        trees[name] = _text(tree)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("fastattn.ops."):
+                base = _PACKAGE.joinpath(*str(node.module).split(".")[1:])
+                named = (base, *(base / each.name for each in node.names))
+                left += [path for each in named if (path := each.with_suffix(".py")).is_file()]
+    return hashlib.sha256(json.dumps(sorted(trees.items())).encode()).hexdigest()[:16]
+
+
+def _text(node: Any) -> str:
+    """A syntax tree without docstrings and without the empty fields that versions of Python add."""
+    if isinstance(node, list):
+        kept = (each for each in node if not (isinstance(each, ast.Expr) and _is_text(each.value)))
+        return f"[{','.join(map(_text, kept))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = ((name, value) for name, value in ast.iter_fields(node) if value not in (None, []))
+    return f"{type(node).__name__}({','.join(f'{name}={_text(value)}' for name, value in fields)})"
+
+
+def _is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+# -- records --------------------------------------------------------------------------------------
+def file_name(architecture: str, backend: str) -> str:
+    return f"{architecture}-{backend}.json"
+
+
+def files(folder: Path, architecture: str = "*") -> list[Path]:
+    """The records in a folder; raises ValueError if it is a file."""
+    if folder.is_file():
+        raise ValueError(f"{_env.RECORD_VARIABLE} must name a folder, got the file {folder}")
+    return sorted(folder.glob(file_name(architecture, "*")))
+
+
+def read(file: Path) -> dict[str, Any]:
+    """A record, current or not; raises ValueError if it cannot be read."""
     try:
-        record = json.loads(file.read_text())
-        # Records of the first versions have no list of failures.
-        found = record["passed"] if what == "passed" else record.get(what, [])
-        return [dict(entry) for entry in found]
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        record = dict(json.loads(file.read_text()))
+        found = [(entry["op"], entry["dtype"], entry["status"]) for entry in record["kernels"]]
+        if "digest" not in record or {status for *_, status in found} - {"passed", "failed"}:
+            raise ValueError("it needs a digest, and entries whose status is passed or failed")
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} must be a record of `fastattn check --record`: {error}") from None
+    return record
 
 
 def name(dtype: torch.dtype) -> str:
@@ -66,37 +117,28 @@ def name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def passed(device: torch.device) -> frozenset[Kernel]:
-    """The current kernels that passed on this device's architecture, by a record."""
-    return recorded(device)[0]
-
-
-def failed(device: torch.device) -> frozenset[Kernel]:
-    """The current kernels that failed on this device's architecture, by this user's record."""
-    return recorded(device)[1]
-
-
 @functools.cache
 def recorded(device: torch.device) -> tuple[frozenset[Kernel], frozenset[Kernel]]:
-    """The kernels that passed, and the kernels that failed."""
-    nothing: frozenset[Kernel] = frozenset()
-    file = _env.record_path()
-    if file is None or device.type != "cuda":
-        return nothing, nothing
+    """The installed kernels that passed on this device's architecture, by a record, and those that
+    failed, by this user's.
+    """
+    found: dict[str, set[Kernel]] = {"passed": set(), "failed": set()}
+    if device.type != "cuda":
+        return frozenset(), frozenset()
     try:
-        good, bad = (_current(entries(file, what), device) for what in ("passed", "failed"))
-        for shipped in sorted(_SHIPPED.glob("*.json")):
-            good |= _current(entries(shipped), device)
+        architecture = _env.architecture(device.type, device.index or 0)
+        for folder in filter(None, (SHIPPED, _env.record_folder())):
+            for file in files(folder, architecture):
+                backend = file.stem.removeprefix(f"{architecture}-")
+                record = read(file)
+                # README.md beside the shipped records says what no digest means.
+                if record["digest"] is None or record["digest"] == digest(backend):
+                    for entry in record["kernels"]:
+                        if entry["status"] == "passed" or folder != SHIPPED:
+                            found[entry["status"]].add((entry["op"], backend, entry["dtype"]))
+    except (AssertionError, RuntimeError):  # torch finds no GPU
+        pass
     except ValueError as error:
         _log.warning("no kernel is taken as verified by a record: %s", error)
-        return nothing, nothing
-    return good - bad, bad
-
-
-def _current(found: list[dict[str, Any]], device: torch.device) -> frozenset[Kernel]:
-    """The kernels of the entries that apply to the installed kernels and this device."""
-    return frozenset(
-        (str(entry.get("op")), str(entry.get("backend")), str(entry.get("dtype")))
-        for entry in found
-        if applies_to(device, str(entry.get("backend"))).items() <= entry.items()
-    )
+        return frozenset(), frozenset()
+    return frozenset(found["passed"] - found["failed"]), frozenset(found["failed"])

@@ -2,9 +2,11 @@
 leaves a file that can be read and continued.
 """
 
+import functools
 import hashlib
 import json
 import os
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -12,12 +14,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from fastattn.ops import _verified
+from fastattn.ops import _env, _verified
 
 # Exit code of a command that can run nothing here and has written a row with the reason. Wrong
 # options end with 2.
 CANNOT_RUN = 3
 T = TypeVar("T")
+_PACKAGE = Path(__file__).resolve().parent.parent
 _CASE = (
     "primitive", "instance", "op", "backend", "direction", "workload", "dtype", "impl", "sample",
     "task", "config",
@@ -28,9 +31,37 @@ def applies_to(device: torch.device, backend: str, isa: str | None = None) -> st
     """A digest of the kernels, versions and architecture that rows of a backend apply to, and of
     the instruction set, if given. A run continues a file's rows of the same digest.
     """
-    fields = _verified.applies_to(device, backend) | ({"isa": isa} if isa else {})
-    text = json.dumps(fields, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    architecture, versions = _env.architecture(device.type, device.index or 0), _env.versions()
+    fields = [architecture, kernels(backend), isa, *map(versions.get, ("torch", "cuda", "triton"))]
+    return hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def kernels(backend: str) -> str:
+    """A digest of the code that rows of a backend depend on: the ops and the backend's library."""
+    digest = hashlib.sha256()
+    for file in (*sorted(_PACKAGE.glob("ops/**/*.py")), _verified.library(backend)):
+        if file.is_file():
+            digest.update(f"{file.relative_to(_PACKAGE).as_posix()}\0".encode())
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+@functools.cache
+def commit() -> str | None:
+    """The commit, with "+" if the working tree differs; None outside the project's repository."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(_PACKAGE), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+        return done.stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", "py.typed")
+        head = git("rev-parse", "--short=12", "HEAD")
+        return head + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -4,12 +4,11 @@ import argparse
 import datetime
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from fastattn.ops import _env, _select, _verified
-from fastattn.testing.lines import write_json
+from fastattn.testing import lines, same_code
 from fastattn.testing.rows import DTYPES, Row
 
 
@@ -26,15 +25,16 @@ def check_recordable(options: argparse.Namespace, device: torch.device) -> None:
                 f"--record must go with all of {', '.join(op.names)}, which are one op, got --op "
                 f"{', '.join(given)}"
             )
-    file = _env.record_path()
-    if file is None:
-        raise ValueError(f"{_env.RECORD_VARIABLE} must name a file to record in, got ''")
-    _verified.entries(file)  # raises now if the file is invalid
+    folder = _env.record_folder()
+    if folder is None:
+        raise ValueError(f"{_env.RECORD_VARIABLE} must name a folder to record in, got ''")
+    for file in _verified.files(folder):  # raises now if one is invalid
+        _verified.read(file)
 
 
 def record(rows: Sequence[Row], device: torch.device) -> str:
-    """Records the kernels that passed and those that failed, replacing older entries; returns a
-    message. Of what was not reached, nothing is known.
+    """Records the kernels that passed and those that failed, replacing older entries and those of
+    other kernels; returns a message. Of what was not reached, nothing is known.
     """
     architecture = _env.architecture(device.type, device.index or 0)
     statuses: dict[_verified.Kernel, Counter[str]] = {}
@@ -46,32 +46,31 @@ def record(rows: Sequence[Row], device: torch.device) -> str:
     failed = [key for key, count in statuses.items() if count["FAIL"]]
     unknown = [key for key, count in statuses.items() if count["skipped"] and not count["FAIL"]]
     passed = [key for key, c in statuses.items() if c["ok"] and not c["FAIL"] and not c["skipped"]]
-    file = _env.record_path()
-    assert file is not None  # check_recordable
-    about = {"date": datetime.date.today().isoformat(), "device": _env.device_name(device)}
-
-    def entries(what: str, keys: Sequence[_verified.Kernel]) -> list[dict[str, Any]]:
-        assert file is not None
-        kept = [
-            entry
-            for entry in _verified.entries(file, what)
-            if "dtype" in entry  # entries of the first version have none
-            and (
-                entry.get("architecture") != architecture
-                or (entry.get("op"), entry.get("backend"), entry["dtype"]) not in statuses
-                or (entry.get("op"), entry.get("backend"), entry["dtype"]) in unknown
-            )
+    folder = _env.record_folder()
+    assert folder is not None  # check_recordable
+    about = {"device": _env.device_name(device), "date": datetime.date.today().isoformat()}
+    about |= {"commit": lines.commit()}
+    for backend in sorted({backend for _, backend, _ in (*passed, *failed)}):
+        file = folder / _verified.file_name(architecture, backend)
+        kernels = [
+            {"op": op, "dtype": dtype, "status": status, "results": count} | about
+            for status, keys, counted in (("passed", passed, "ok"), ("failed", failed, "FAIL"))
+            for op, by, dtype in keys
+            if by == backend and (count := statuses[op, by, dtype][counted])
         ]
-        new = [
-            dict(zip(("op", "backend", "dtype"), key, strict=True))
-            | _verified.applies_to(device, key[1])
-            | about
-            | {"results": statuses[key]["ok" if what == "passed" else "FAIL"]}
-            for key in keys
-        ]
-        return kept + new
-
-    write_json(file, {"passed": entries("passed", passed), "failed": entries("failed", failed)})
+        digest = _verified.digest(backend)
+        before = _verified.read(file) if file.exists() else {"digest": None}
+        if before["digest"] == digest:
+            kernels = [
+                entry
+                for entry in before["kernels"]
+                if (key := (entry["op"], backend, entry["dtype"])) not in statuses or key in unknown
+            ] + kernels
+        new = {"digest": digest, "compiler": None, "kernels": kernels, "code": {}}
+        if built := _verified.built(backend):
+            code = same_code.machine_code(_verified.library(backend))
+            new |= {"compiler": built[1], "code": code}
+        lines.write_json(file, new)
     _verified.recorded.cache_clear()
     _select.forget_orders()
 
@@ -79,7 +78,7 @@ def record(rows: Sequence[Row], device: torch.device) -> str:
         return ", ".join(f"{op} by {backend} in {dtype}" for op, backend, dtype in keys)
 
     message = f"chosen automatically on {architecture} from now on: "
-    message += f"{named(passed) or 'nothing'} ({file})"
+    message += f"{named(passed) or 'nothing'} ({folder})"
     if failed:
         message += f"\nnot chosen, because samples failed: {named(failed)}"
     if unknown:

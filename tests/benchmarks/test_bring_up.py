@@ -215,7 +215,8 @@ def test_the_report(
     lines.append(tmp_path / "tune.jsonl", [task, task | {"config": {"ROWS": 2}, "status": "ok"}])
     stage = {"stage": "instances", "status": "FAIL", "message": "1 FAIL", "seconds": 12.3}
     lines.append(tmp_path / "bring_up.jsonl", [stage])
-    (cache := tmp_path / "cache.json").write_text('{"passed": []}')
+    (cache := tmp_path / "cache").mkdir()
+    (cache / "sm_90-sm90.json").write_text("a record")
     monkeypatch.setenv(_env.RECORD_VARIABLE, str(cache))
     assert _main(tmp_path, "--stage=report") == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
@@ -223,17 +224,17 @@ def test_the_report(
     assert "<b>attention_fwd_sm90_bf16_d64_full sm90</b> was still running" in page
     assert page.count("layer_norm") == 1 and "ROWS&#x27;: 4" in page
     assert "<td>instances</td><td>FAIL</td><td>1 FAIL</td><td>12.3</td>" in page
-    assert "Chosen" not in page and not (tmp_path / "verified.json").exists()
+    assert "Chosen" not in page and not (tmp_path / "verified").exists()
 
     monkeypatch.setattr(_env, "default_device", lambda: torch.device("cuda"))
     monkeypatch.setattr(_env, "device_name", lambda device: f"a {device}")
     kernels = {("ffn", "triton", "bfloat16"), ("attention", "sm90", "float16")}
-    monkeypatch.setattr(_verified, "passed", lambda device: frozenset(kernels))
+    monkeypatch.setattr(_verified, "recorded", lambda device: (frozenset(kernels), frozenset()))
     assert bring_up.main(["--out", str(tmp_path), "--stage=report"]) == 0
     page = (tmp_path / "report.html").read_text()
     assert "Bringing up a cuda" in page
     assert "<li>attention sm90 float16</li><li>ffn triton bfloat16</li>" in page
-    assert (tmp_path / "verified.json").read_text() == cache.read_text()
+    assert (tmp_path / "verified" / "sm_90-sm90.json").read_text() == "a record"
 
 
 @pytest.mark.slow

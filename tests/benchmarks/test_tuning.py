@@ -20,10 +20,11 @@ from benchmarks import tune
 from benchmarks.rows import ROOT
 from benchmarks.tune_attention import AttentionTask
 from benchmarks.tune_task import DTYPES
-from fastattn.ops import _env, _verified
+from fastattn.ops import _env
 from fastattn.ops.attention.triton.bwd_config import bwd_config
 from fastattn.ops.attention.triton.fwd_config import Features, ForwardConfig, forward_config
 from fastattn.ops.attention.triton.tiles import split_width
+from fastattn.testing import lines
 
 TUNING = """
 import sys
@@ -148,7 +149,7 @@ def test_tuning_continues_where_it_was_interrupted(
     assert len(rows) == 2 and rows[0]["config"] != rows[1]["config"]
     assert tune.main([*arguments, "--resume"]) == 0 and gpu.measure.call_count == 3
     assert "2 timed, 0 failed" in capsys.readouterr().out
-    monkeypatch.setattr(_verified, "kernels", lambda backend: {"digest": "other"})
+    monkeypatch.setattr(lines, "kernels", lambda backend: "other")
     assert tune.main([*arguments, "--resume"]) == 0 and gpu.measure.call_count == 5
 
 

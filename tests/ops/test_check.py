@@ -451,7 +451,7 @@ def test_a_run_continues_another(
     assert "2 of 3 samples were checked before" in printed
     assert all(f" {dtype} " in printed for dtype in ("fp32", "bf16", "fp16"))
     assert check.run(options) == 0 and len(ran) == 4
-    monkeypatch.setattr(_verified, "kernels", lambda backend: {"digest": "other"})
+    monkeypatch.setattr(lines, "kernels", lambda backend: "other")
     assert check.run(options) == 0 and len(ran) == 7
     others = [isa for isa in ISAS if isa != ISAS[-1]]
     for isa in others:
@@ -504,21 +504,26 @@ def test_wrong_options_are_named(
 # -- the record of what passed ---------------------------------------------------------------------
 @pytest.fixture
 def pretended_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The path of the record; the checks run on the CPU."""
+    """The path of the CPU kernels' record; the checks run on the CPU."""
     checked = check._check_case
 
     def on_cpu(case: check._Case) -> list[check.Row]:
         return checked(dataclasses.replace(case, device=CPU))
 
-    file = tmp_path / "cache" / "verified.json"
-    monkeypatch.setenv(_env.RECORD_VARIABLE, str(file))
+    folder = tmp_path / "cache" / "verified"
+    monkeypatch.setenv(_env.RECORD_VARIABLE, str(folder))
     monkeypatch.setattr(_env, "architecture", lambda *_: "sm_90")
     monkeypatch.setattr(_env, "refuses_device", lambda backend, device: None)
     monkeypatch.setattr(_env, "device_name", lambda device: "a GPU")
     monkeypatch.setattr(check, "_check_cases", lambda cases, *_: enumerate(map(on_cpu, cases)))
     _verified.recorded.cache_clear()
-    yield file
+    yield folder / "sm_90-cpu.json"
     _verified.recorded.cache_clear()
+
+
+def _passed() -> frozenset[tuple[str, str, str]]:
+    """Of what this user recorded."""
+    return frozenset(key for key in _verified.recorded(CUDA)[0] if key[1] == "cpu")
 
 
 RECORDED = ("--op=rms_norm", "--backend=cpu", "--backend=reference", "--device=cuda", "--record")
@@ -527,24 +532,34 @@ RECORDED = ("--op=rms_norm", "--backend=cpu", "--backend=reference", "--device=c
 def test_what_passes_is_recorded(
     pretended_gpu: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Entries of the same kernels are kept where they are of other ops, those of others are not."""
     dtypes = ("float32", "bfloat16", "float16")
-    other = {"op": "rms_norm", "backend": "cpu", "dtype": "float32", "architecture": "sm_100"}
-    without_dtype = {"op": "ffn", "backend": "cpu", "architecture": "sm_90"}
-    here = other | {"architecture": "sm_90"}
-    lines.write_json(pretended_gpu, {"passed": [other, here, without_dtype]})
+    entry = {"op": "ffn", "dtype": "float32", "status": "passed"}
+    again = entry | {"op": "rms_norm", "status": "failed"}
+    digest, beside = _verified.digest("cpu"), pretended_gpu.with_name("sm_100-cpu.json")
+    lines.write_json(pretended_gpu, {"digest": digest, "kernels": [entry, again]})
+    lines.write_json(beside, {"digest": "of other kernels", "kernels": [entry]})
     assert check.run(_options(*RECORDED)) == 0
     printed = capsys.readouterr().out
     assert all(f"rms_norm by cpu in {dtype}" in printed for dtype in dtypes)
-    assert _verified.passed(CUDA) == {("rms_norm", "cpu", dtype) for dtype in dtypes}
-    kept, *made = json.loads(pretended_gpu.read_text())["passed"]
-    assert kept == other
-    assert all(entry["device"] == "a GPU" and entry["results"] > 10 for entry in made)
+    expected = {("rms_norm", "cpu", dtype) for dtype in dtypes}
+    assert _passed() == expected | {("ffn", "cpu", "float32")}
+    record = _verified.read(pretended_gpu)
+    kept, *made = record["kernels"]
+    assert kept == entry and record["digest"] == digest and record["compiler"] is None
+    assert all(each["device"] == "a GPU" and each["results"] > 10 for each in made)
+    assert all(each["commit"] == lines.commit() and each["date"] for each in made)
+    assert _verified.read(beside)["digest"] == "of other kernels"
+    lines.write_json(pretended_gpu, record | {"digest": "of other kernels"})
+    assert check.run(_options(*RECORDED)) == 0
+    assert _passed() == expected
+    capsys.readouterr()
 
     _verified.recorded.cache_clear()
     _break(monkeypatch, "rms_norm_fwd", "cpu", lambda args, results: results[0].fill_(1.0))
     assert check.run(_options(*RECORDED)) == 1
     assert "from now on: nothing" in capsys.readouterr().out
-    assert _verified.passed(CUDA) == frozenset()
+    assert _passed() == frozenset()
 
 
 def test_a_dtype_that_fails_does_not_affect_others(
@@ -556,7 +571,7 @@ def test_a_dtype_that_fails_does_not_affect_others(
 
     _break(monkeypatch, "rms_norm_fwd", "cpu", change)
     assert check.run(_options(*RECORDED, "--dtype=fp16", "--dtype=bf16")) == 1
-    assert _verified.passed(CUDA) == {("rms_norm", "cpu", "bfloat16")}
+    assert _passed() == {("rms_norm", "cpu", "bfloat16")}
 
 
 def test_failures_are_recorded(
@@ -565,8 +580,8 @@ def test_failures_are_recorded(
     """So that they outweigh a record that ships with the package."""
     _break(monkeypatch, "rms_norm_fwd", "cpu", lambda args, results: results[0].fill_(1.0))
     assert check.run(_options(*RECORDED, "--dtype=fp16")) == 1
-    failed = json.loads(pretended_gpu.read_text())["failed"]
-    assert [(e["op"], e["backend"], e["dtype"]) for e in failed] == [("rms_norm", "cpu", "float16")]
+    [entry] = _verified.read(pretended_gpu)["kernels"]
+    assert (entry["op"], entry["dtype"], entry["status"]) == ("rms_norm", "float16", "failed")
     message = "not chosen, because samples failed: rms_norm by cpu in float16"
     assert message in capsys.readouterr().out
 
@@ -586,7 +601,7 @@ def test_what_was_not_reached_is_not_decided(
 
     monkeypatch.setattr(check, "_check_cases", hurried)
     assert check.run(_options(*RECORDED, "--seconds=99")) == 0 and over
-    assert _verified.passed(CUDA) == {("rms_norm", "cpu", d) for d in ("float32", "bfloat16")}
+    assert _passed() == {("rms_norm", "cpu", d) for d in ("float32", "bfloat16")}
     printed = capsys.readouterr().out
     assert "not decided, because samples were not reached: rms_norm by cpu in float16" in printed
     assert f"skipped: rms_norm: {len(over)} samples of backend cpu were not reached" in printed

@@ -17,6 +17,7 @@ from small_calls import OPS
 
 from fastattn.ops import _env, _select, _verified, backend_table
 from fastattn.ops._op import Backend, Op
+from fastattn.testing import lines
 
 CUDA = torch.device("cuda", 0)
 pytestmark = pytest.mark.usefixtures("no_request")
@@ -34,15 +35,20 @@ def _pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """record(op, backend, **other) writes an entry for sm_90, with the fields in `other`."""
-    file = tmp_path / "verified.json"
-    monkeypatch.setenv(_env.RECORD_VARIABLE, str(file))
-    entries = []
+    """record(op, backend, **other) adds an entry for sm_90, with the fields in `other`, to this
+    user's record. None ship.
+    """
+    folder = tmp_path / "verified"
+    (tmp_path / "shipped").mkdir()
+    monkeypatch.setattr(_verified, "SHIPPED", tmp_path / "shipped")
+    monkeypatch.setenv(_env.RECORD_VARIABLE, str(folder))
 
-    def write(op: str, backend: str, **other: str) -> None:
-        about = {"dtype": "bfloat16", "architecture": "sm_90", **_verified.kernels(backend)}
-        entries.append({"op": op, "backend": backend} | about | other)
-        file.write_text(json.dumps({"passed": entries}))
+    def write(op: str, backend: str, architecture: str = "sm_90", **other: str) -> None:
+        digest = other.pop("digest", _verified.digest(backend))
+        file = folder / _verified.file_name(architecture, backend)
+        entries = json.loads(file.read_text())["kernels"] if file.exists() else []
+        entries.append({"op": op, "dtype": "bfloat16", "status": "passed"} | other)
+        lines.write_json(file, {"digest": digest, "kernels": entries})
         _verified.recorded.cache_clear()
 
     _verified.recorded.cache_clear()
@@ -101,13 +107,11 @@ def test_the_table_names_the_dtypes_that_passed(
         {"dtype": "float16"},
         {"architecture": "sm_100"},
         {"digest": "0" * 16},
-        {"torch": "2.0.0"},
-        {"cuda": "10.2"},
-        {"triton": "2.0.0"},
+        {"status": "failed"},
     ],
     ids=lambda other: next(iter(other)),
 )
-def test_an_entry_applies_to_its_kernels_and_versions(
+def test_an_entry_applies_to_its_kernels(
     make_op: MakeOp, record: Callable[..., None], other: dict[str, str]
 ) -> None:
     op = _verifiable(make_op)
@@ -133,10 +137,16 @@ def test_an_entry_applies_to_its_dtype(make_op: MakeOp, record: Callable[..., No
 def test_an_entry_applies_to_forward_and_backward(
     make_op: MakeOp, record: Callable[..., None], suffix: str
 ) -> None:
+    """Unless it names one of them."""
     order = [Backend("triton", automatic=False), Backend("reference")]
-    op = make_op(order, suffix=suffix, triton=writes(1), reference=REFERENCE)
+    op, other = (
+        make_op(order, suffix=suffix, triton=writes(1), reference=REFERENCE) for _ in range(2)
+    )
     record(op.name.removesuffix(suffix), "triton")
+    record(other.name.removesuffix(suffix) + "_fwd", "triton")
     assert _select.select(op, _on_cuda(), None) == "triton"
+    expected = "triton" if suffix == "_fwd" else "reference"
+    assert _select.select(other, _on_cuda(), None) == expected
 
 
 @pytest.mark.parametrize(
@@ -161,22 +171,56 @@ def test_an_entry_applies_to_gpus_of_its_architecture(
         assert _select.select(op, _on_cuda(index=index), None) == backend
 
 
-def test_the_digest_depends_on_sources_and_libraries(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package whose backend sm90 is a library and two modules, one of them imported."""
+    monkeypatch.setattr(_verified, "_PACKAGE", tmp_path / "package")
+    (folder := tmp_path / "package" / "ops" / "ffn").mkdir(parents=True)
+    launcher = "from fastattn.ops import _env\nfrom fastattn.ops.ffn import calls\n\n\n"
+    launcher += 'def launch(x):  # x: a row\n    """Launches."""\n'
+    launcher += '    return calls.order(x, "a b")\n'
+    (folder / "sm90.py").write_text(launcher)
+    (folder / "calls.py").write_text("def order(x, y):\n    return x - y\n")
+    for name in ("../_env.py", "triton.py", "reference.py"):
+        (folder / name).write_text("first = 1\n")
+    library = b"\x7fELF fastattn sources 0a1b, nvcc 13.0.88\0 kernels"
+    (tmp_path / "package" / "_C_sm90.abi3.so").write_bytes(library)
+    return tmp_path / "package"
+
+
+@pytest.mark.parametrize(
+    "file, before, after, changes",
+    [
+        ("ops/ffn/sm90.py", "  # x: a row", "", False),
+        ("ops/ffn/sm90.py", '    """Launches."""\n', "", False),
+        ("ops/ffn/sm90.py", '(x, "a b")', '(\n        x,\n        "a b",\n    )', False),
+        ("ops/ffn/sm90.py", "a b", "ab", True),
+        ("ops/ffn/calls.py", "x - y", "y - x", True),
+        ("ops/_env.py", "1", "2", False),
+        ("ops/ffn/triton.py", "1", "2", False),
+        ("ops/ffn/reference.py", "1", "2", False),
+        ("_C_sm90.abi3.so", "sources 0a1b", "sources 0a1c", True),
+        ("_C_sm90.abi3.so", " kernels", " the same kernels", False),
+    ],
+)
+def test_the_digest_is_of_sources_and_launchers(
+    package: Path, file: str, before: str, after: str, changes: bool
 ) -> None:
-    """The digest is of the backend's kernels: building another one's library changes nothing."""
-    monkeypatch.setattr(_verified, "_PACKAGE", tmp_path)
-    compute = _verified.kernels.__wrapped__
-    digests = [compute("sm90")["digest"]]
-    for name in ("ops/_op.py", "ops/ffn/triton.py", "_C_sm90.abi3.so"):
-        file = tmp_path / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        for content in ("first", "other"):
-            file.write_text(content)
-            digests.append(compute("sm90")["digest"])
-    assert len(set(digests)) == len(digests)
-    (tmp_path / "_C_cpu.abi3.so").write_text("first")
-    assert compute("sm90")["digest"] == digests[-1]
+    """Comments, docstrings and white space do not count, nor other backends and queries."""
+    digest = _verified.digest.__wrapped__
+    first, content = digest("sm90"), (package / file).read_text()
+    assert first.startswith("0a1b-") and _verified.built("sm90") == ("0a1b", "13.0.88")
+    assert before in content
+    (package / file).write_text(content.replace(before, after))
+    assert (digest("sm90") != first) == changes
+
+
+def test_the_digest_names_the_version_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    digest, versions = _verified.digest.__wrapped__, _env.versions()
+    first = digest("triton")
+    assert first.startswith(f"{versions['triton']}-")
+    monkeypatch.setattr(_env, "versions", lambda: versions | {"triton": "0.0", "torch": "0.0"})
+    assert digest("triton") == f"0.0-{first.rpartition('-')[2]}"
 
 
 def test_records_ship_with_the_package(
@@ -186,35 +230,37 @@ def test_records_ship_with_the_package(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Each is read; the user's own failures and an unreadable record outweigh them."""
-    (op, other) = _verifiable(make_op), _verifiable(make_op)
-    (shipped := tmp_path / "shipped").mkdir()
-    monkeypatch.setattr(_verified, "_SHIPPED", shipped)
-    own = tmp_path / "verified.json"
+    """The user's own failures and an unreadable record outweigh them."""
+    op = _verifiable(make_op)
+    shipped, own = (tmp_path / name / "sm_90-triton.json" for name in ("shipped", "verified"))
 
-    def chosen() -> list[str]:
+    def chosen() -> str:
         _verified.recorded.cache_clear()
-        for each in (op, other):
-            each.orders.clear()
-        return [_select.select(each, _on_cuda(), None) for each in (op, other)]
+        op.orders.clear()
+        return _select.select(op, _on_cuda(), None)
 
-    assert chosen() == ["reference", "reference"]
-    for each, file in ((op, "h100.json"), (other, "h200.json")):
-        record(each.name, "triton")
-        entries = json.loads(own.read_text())["passed"]
-        (shipped / file).write_text(json.dumps({"passed": entries[-1:]}))
+    assert chosen() == "reference"
+    record(op.name, "triton")
+    own.rename(shipped)
+    assert chosen() == "triton"
+    record(op.name, "triton", digest="of other kernels", status="failed")
+    assert chosen() == "triton"
     own.unlink()
-    assert chosen() == ["triton", "triton"]
-    own.write_text(json.dumps({"passed": [], "failed": entries[-1:]}))
-    assert chosen() == ["triton", "reference"]
-    changed = entries[-1] | {"digest": "of other kernels"}
-    own.write_text(json.dumps({"passed": [], "failed": [changed]}))
-    assert chosen() == ["triton", "triton"]
+    record(op.name, "triton", status="failed")
+    assert chosen() == "reference"
     own.write_text("[]")
-    assert chosen() == ["reference", "reference"]
+    assert chosen() == "reference"
     assert "no kernel is taken as verified" in caplog.text
     monkeypatch.setenv(_env.RECORD_VARIABLE, "")
-    assert chosen() == ["reference", "reference"]
+    assert chosen() == "triton"
+    found = json.loads(shipped.read_text())
+    shipped.write_text(json.dumps(found | {"digest": "of other kernels"}))
+    assert chosen() == "reference"
+    shipped.write_text(json.dumps(found | {"digest": None}))
+    assert chosen() == "triton"
+    failed = [entry | {"status": "failed"} for entry in found["kernels"]]
+    shipped.write_text(json.dumps(found | {"kernels": failed}))
+    assert chosen() == "reference"
 
 
 def test_the_reference_says_how_to_verify(
@@ -225,7 +271,11 @@ def test_the_reference_says_how_to_verify(
     assert "fastattn check --device cuda --record" in caplog.records[0].getMessage()
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"passed": 3}', '{"passed": [3]}'])
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[]", '{"digest": null, "kernels": 3}', '{"digest": null, "kernels": [3]}',
+     '{"kernels": []}', '{"digest": null, "kernels": [{"op": "a", "dtype": "b", "status": "c"}]}'],
+)  # fmt: skip
 def test_an_invalid_record_is_ignored(
     make_op: MakeOp,
     record: Callable[..., None],
@@ -233,20 +283,29 @@ def test_an_invalid_record_is_ignored(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    (tmp_path / "verified.json").write_text(content)
+    (tmp_path / "verified").mkdir()
+    (tmp_path / "verified" / "sm_90-triton.json").write_text(content)
     with caplog.at_level(logging.WARNING, logger="fastattn"):
         assert _select.select(_verifiable(make_op), _on_cuda(), None) == "reference"
-    assert "verified.json" in caplog.text
+    assert "sm_90-triton.json" in caplog.text
+
+
+def test_a_file_in_place_of_the_folder_is_named(
+    make_op: MakeOp, record: Callable[..., None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "verified").write_text("{}")
+    assert _select.select(_verifiable(make_op), _on_cuda(), None) == "reference"
+    assert "FASTATTN_RECORD must name a folder, got the file" in caplog.text
 
 
 def test_the_record_is_in_the_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(_env.RECORD_VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
-    assert _env.record_path() == Path("/caches/fastattn/verified.json")
+    assert _env.record_folder() == Path("/caches/fastattn/verified")
     monkeypatch.setenv("HOME", "/home/someone")
     for ignored in ("", "relative/path"):
         monkeypatch.setenv("XDG_CACHE_HOME", ignored)
-        assert _env.record_path() == Path("/home/someone/.cache/fastattn/verified.json")
+        assert _env.record_folder() == Path("/home/someone/.cache/fastattn/verified")
 
 
 def test_ops_without_gpu_kernels_do_not_warn(
@@ -281,57 +340,49 @@ def test_no_warning_where_the_reference_is_expected(
     assert not caplog.records
 
 
-def test_verified_architectures_need_no_record(
-    make_op: MakeOp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There the kernels are chosen, unless the user's record says that they failed."""
-    order = [Backend("triton", automatic=False, verified=("sm_90",)), Backend("reference")]
-    op = make_op(order, triton=writes(1), reference=writes(2))
-    dtype = torch.float32
-
-    def candidates(architecture: str) -> list[str]:
-        monkeypatch.setattr(_env, "architecture", lambda *_: architecture)
-        op.orders.clear()
-        return [backend.name for backend in _select.order(op, _on_cuda()[0].device, dtype)]
-
-    assert candidates("sm_90") == ["triton", "reference"]
-    assert candidates("sm_80") == ["reference"]
-    failed = frozenset({(op.public_name, "triton", "float32")})
-    monkeypatch.setattr(_verified, "failed", lambda device: failed)
-    assert candidates("sm_90") == ["reference"]
-
-
 def test_kernels_chosen_on_hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a record, those that have passed there as they are now."""
-    monkeypatch.setenv(_env.RECORD_VARIABLE, str(tmp_path / "none.json"))
+    """By the records that ship: those that have passed there as they are now."""
+    monkeypatch.setenv(_env.RECORD_VARIABLE, str(tmp_path))
+    _verified.recorded.cache_clear()
     norms = ("layer_norm", "add_layer_norm", "rms_norm")
-    sm90 = ("attention", "ffn")
-    expected = {f"{name}_{direction}": ["sm90"] for name in sm90 for direction in ("fwd", "bwd")}
-    expected |= {f"{name}_fwd": ["cuda", "triton"] for name in norms}
-    expected |= {f"{name}_bwd": ["triton"] for name in norms}
+    half, all_three = ("bfloat16", "float16"), ("bfloat16", "float16", "float32")
+    expected = {
+        f"{name}_{direction}": {"sm90": half}
+        for name in ("attention", "ffn")
+        for direction in ("fwd", "bwd")
+    }
+    for name in norms:
+        expected[f"{name}_fwd"] = {"cuda": all_three, "triton": all_three}
+        expected[f"{name}_bwd"] = {"triton": all_three}
     for name, op in _select.OPS.items():
-        if not op.requestable:
-            continue
-        monkeypatch.setattr(op, "orders", {})
-        chosen = [b.name for b in _select.order(op, CUDA, torch.bfloat16) if not b.automatic]
-        assert chosen == expected.get(name, []), name
+        if op.requestable:
+            found = _select._verified_dtypes(op, CUDA)
+            assert {by: dtypes for by, dtypes in found.items() if dtypes} == expected.get(name, {})
+            monkeypatch.setattr(op, "orders", {})
+            chosen = [b.name for b in _select.order(op, CUDA, torch.bfloat16) if not b.automatic]
+            assert chosen == list(expected.get(name, {})), name
     monkeypatch.setattr(_env, "refuses_device", lambda backend, device: "is unsupported")
-    automatic = {(row.op, row.backend): row.automatic for row in backend_table(CUDA)}
+    automatic = {(row.op, row.backend): row.automatic_for for row in backend_table(CUDA)}
     assert {op for op, _ in automatic if op.endswith("_bwd")} == {f"{name}_bwd" for name in norms}
     for name in norms:
-        assert automatic[name, "cuda"] and automatic[f"{name}_bwd", "triton"]
-        assert not automatic[f"{name}_bwd", "cuda"]
+        assert automatic[name, "cuda"] == automatic[f"{name}_bwd", "triton"] == all_three
+        assert automatic[f"{name}_bwd", "cuda"] == ()
 
 
 def test_unverified_architecture_warns_once(
-    make_op: MakeOp, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    make_op: MakeOp,
+    record: Callable[..., None],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    op = make_op([Backend("triton", verified=("sm_90",))], triton=writes(1))
+    op = make_op([Backend("triton")], triton=writes(1))
+    record(op.name, "triton")
     elsewhere = {"cpu": "runs on cuda tensors, got cpu"}
     monkeypatch.setattr(_env, "refuses_device", lambda _, device: elsewhere.get(device.type))
     with caplog.at_level(logging.WARNING, logger="fastattn"):
         for architecture, warnings in (("sm_90", 0), ("sm_120", 1), ("sm_120", 1)):
             monkeypatch.setattr(_env, "architecture", lambda *_, a=architecture: a)
+            _verified.recorded.cache_clear()
             assert _select.select(op, _on_cuda(), None) == "triton"
             assert len(caplog.records) == warnings
     assert "backend triton is not verified on sm_120" in caplog.records[0].getMessage()

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from native_build import build_script
 
+from fastattn.ops import _verified
+
 
 @pytest.fixture(scope="module")
 def build() -> ModuleType:
@@ -185,6 +187,88 @@ def test_commands(build: ModuleType, csrc: Path, tmp_path: Path) -> None:
     assert linked == f"_C_autograd_2_13_0_cpu{importlib.machinery.EXTENSION_SUFFIXES[0]}"
     assert "TORCH_TARGET_VERSION" not in commands("autograd")[compiled]
     assert "-ltorch_python" in commands("autograd")[linked]
+
+
+@pytest.mark.parametrize(
+    "before, after, changes",
+    [
+        ("  // one\n", "\n", False),
+        ("/* two\nlines */", "", False),
+        ("return a + b;", "return\n    a+b ;", False),
+        ("#define N 1\n", "#define N  \\\n  1\n\n", False),
+        ('"a // b"', '"a // c"', True),
+        ('"a // b"', '"a  // b"', True),
+        ("'/'", "'*'", True),
+        ("a + b", "a - b", True),
+        ("a + +b", "a ++b", True),
+        ("int a", "inta", True),
+        ("#define N 1\n", "#define N\n1\n", True),
+        ("10'000", "10'001", True),
+    ],
+)
+def test_the_digest_ignores_comments_and_white_space(
+    build: ModuleType, csrc: Path, before: str, after: str, changes: bool
+) -> None:
+    """Nothing else, also in headers."""
+    source = (
+        "#define N 1\nint f(int a, int b) {  // one\n  return a + b; /* two\nlines */ }\n"
+        'int g(int a, int b) { return a + +b; }\nconst char* h = "a // b";\n'
+        "char i = '/'; int j = 10'000;\n"
+    )
+    library, (first, second) = build.LIBRARIES["sm90"], csrc.glob("norm/*sm90*")
+    header = csrc / "norm" / "norm.h"
+    assert before in source
+    digests = []
+    for text in (source, source.replace(before, after)):
+        first.write_text(text)
+        digests.append(build.digest_of(library, csrc))
+    assert (digests[0] != digests[1]) == changes
+    second.write_text('#include "norm/norm.h"\n')
+    digests = []
+    for text in (source, source.replace(before, after)):
+        header.write_text(text)
+        digests.append(build.digest_of(library, csrc))
+    assert (digests[0] != digests[1]) == changes
+
+
+def test_the_digest_is_of_the_library_and_its_options(
+    build: ModuleType, portable: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is in the command of one source, so that nothing else is compiled again for it."""
+    library = build.LIBRARIES["sm90"]
+    first = build.digest_of(library, portable)
+    for other in ("norm_kernels_cpu.cpp", "norm.h", "norm_fwd_instance_cuda.cu"):
+        (portable / "norm" / other).write_text("int x;")
+    assert build.digest_of(library, portable) == first
+    assert build.digest_of(build.LIBRARIES["cuda"], portable) != first
+    assert build.digest_of(library, portable, build.trial_flags("ffn_loop")) != first
+    (portable / build.DIGEST_SOURCE).touch()
+    steps = build.library_steps(library, _tools(build), portable, tmp_path)
+    flag = f"-DFASTATTN_DIGEST={build.digest_of(library, portable)}"
+    assert [step.output.name for step in steps if flag in step.command] == ["digest_sm90_cuda.cu.o"]
+    monkeypatch.setattr(build, "NVCC_FLAGS", [*build.NVCC_FLAGS, "-O2"])
+    assert build.digest_of(library, portable) not in (first, flag.partition("=")[2])
+
+
+@pytest.mark.parametrize("name", ["sm90", "cuda"])
+def test_the_digest_is_in_the_library(
+    build: ModuleType, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools = build.Tools.found()
+    try:
+        build.check_possible(build.LIBRARIES[name], tools)
+    except build.Impossible as why:
+        pytest.skip(str(why))
+    steps = build.library_steps(build.LIBRARIES[name], tools, objects=tmp_path)
+    [step] = [step for step in steps if step.output.name == "digest_sm90_cuda.cu.o"]
+    library = tmp_path / f"_C_{name}.abi3.so"
+    build.execute([step], tmp_path)
+    subprocess.run([tools.cxx, "-shared", step.output, "-o", library], check=True)
+    monkeypatch.setattr(_verified, "_PACKAGE", tmp_path)
+    digest, compiler = _verified.built(name) or ("", "")
+    assert digest == build.digest_of(build.LIBRARIES[name])
+    nvcc = [tools.cuda / "bin" / "nvcc", "--version"]
+    assert f"V{compiler}\n" in subprocess.run(nvcc, capture_output=True, text=True).stdout
 
 
 def test_commands_of_instances(build: ModuleType, csrc: Path, tmp_path: Path) -> None:

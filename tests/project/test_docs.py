@@ -135,7 +135,8 @@ def test_site_builds_strictly(tmp_path: Path) -> None:
     assert "--max-length" in (tmp_path / "cli.html").read_text()
     support = (tmp_path / "equivalence.html").read_text()
     assert "sm90</code> takes key_lengths per sequence" in support
-    assert "(on sm_90, or where it has passed)" in backends and "not been verified" not in support
+    assert "(where it has passed)" in backends and "not been verified" not in support
+    assert "passed: NVIDIA H200" in backends
 
 
 def test_shared_memory_of_each_gpu_is_what_configs_are_chosen_for() -> None:

@@ -16,7 +16,7 @@ ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", *reference.GATED)
 GATED_ACTIVATIONS = tuple(reference.GATED)
 _PACKAGE = "fastattn.ops.ffn"
 _BACKENDS = (
-    Backend("sm90", automatic=False, verified=("sm_90",)),
+    Backend("sm90", automatic=False),
     Backend("triton", automatic=False),
     Backend("cpu"),
     Backend("torch"),

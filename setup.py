@@ -330,7 +330,8 @@ def digest_of(library: Library, csrc: Path = CSRC, trials: Sequence[str] = ()) -
     """A digest of the sources of a GPU library and the headers of csrc that they include, without
     comments and white space, and of nvcc's options. Records of verified kernels apply to it.
     """
-    left, code = sources(library, csrc), {}
+    left = sources(library, csrc)
+    code: dict[Path, list[str]] = {}
     options = [NVCC_FLAGS, library.architectures, trials, [instances(s) for s in sorted(left)]]
     while left:
         path = left.pop()

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -560,6 +561,38 @@ def test_what_passes_is_recorded(
     assert check.run(_options(*RECORDED)) == 1
     assert "from now on: nothing" in capsys.readouterr().out
     assert _passed() == frozenset()
+
+
+def test_the_commit_is_of_the_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of a repository that the package is installed in."""
+    assert re.fullmatch(r"[0-9a-f]{12}\+?", lines.commit() or "0" * 12)
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "first"]):
+        subprocess.run([*git, *command], check=True)
+    (tmp_path / "py.typed").touch()
+    monkeypatch.setattr(lines, "_PACKAGE", tmp_path)
+    assert lines.commit.__wrapped__() is None
+    subprocess.run([*git, "add", "py.typed"], check=True)
+    assert lines.commit.__wrapped__()[-1] == "+"
+
+
+def test_rows_depend_on_the_ops_and_the_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Building another backend's library changes nothing."""
+    for module in (lines, _verified):
+        monkeypatch.setattr(module, "_PACKAGE", tmp_path)
+    compute = lines.kernels.__wrapped__
+    digests = [compute("sm90")]
+    for name in ("ops/_op.py", "ops/ffn/triton.py", "_C_sm90.abi3.so"):
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        for content in ("first", "other"):
+            file.write_text(content)
+            digests.append(compute("sm90"))
+    assert len(set(digests)) == len(digests)
+    (tmp_path / "_C_cpu.abi3.so").write_text("first")
+    assert compute("sm90") == digests[-1]
 
 
 def test_a_dtype_that_fails_does_not_affect_others(

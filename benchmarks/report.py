@@ -408,9 +408,11 @@ def updated(document: str, paths: Sequence[Path], pictures: Path) -> str:
     of all rows, and the verified kernels if it has markers for them. pictures: the folder of the
     first path relative to the document.
     """
-    marks = _BEGIN.replace("figures", "verified"), _END.replace("figures", "verified")
+    marks = [mark.replace("figures", "verified") for mark in (_BEGIN, _END)]
     if marks[0] in document:
-        document = _filled(document, *marks, to_markdown([verified()], Path()))
+        before, after = _around(document, *marks)
+        document = before + to_markdown([verified()], Path()) + after
+    before, after = _around(document, _BEGIN, _END)
     blocks: list[Block] = [headline_table(paths, pictures)]
     beside = [path for path in paths if path.parent == paths[0].parent]
     results = [r for r in rows.read(beside) if r["status"] == "ok"]
@@ -419,16 +421,16 @@ def updated(document: str, paths: Sequence[Path], pictures: Path) -> str:
         of_machine = {machine_of(r) for r in of_kind if r["date"] == newest}
         chosen = [r for r in of_kind if machine_of(r) == min(of_machine)]
         blocks += [block for block in summary(chosen, pictures) if isinstance(block, Image)]
-    return _filled(document, _BEGIN, _END, to_markdown(blocks, Path()))
+    return before + to_markdown(blocks, Path()) + after
 
 
-def _filled(document: str, begin: str, end: str, text: str) -> str:
-    """The document with the text between two markers."""
+def _around(document: str, begin: str, end: str) -> tuple[str, str]:
+    """The document before and after what is between two markers, with these."""
     before, first, rest = document.partition(begin)
     _, last, after = rest.partition(end)
     if not first or not last:
         raise ValueError(f"a document to update must hold {begin.strip()} and {end.strip()}")
-    return before + begin + text + end + after
+    return before + begin, end + after
 
 
 # -- the report ------------------------------------------------------------------------------------

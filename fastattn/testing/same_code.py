@@ -20,7 +20,6 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 
 from fastattn.ops import _verified
@@ -31,12 +30,12 @@ _LIBRARIES = ("sm90", "cuda")
 
 def cuobjdump() -> str | None:
     """The program of the CUDA toolkit, or the one in Triton's package."""
-    triton = find_spec("triton")
-    for folder in (triton and triton.submodule_search_locations) or ():
-        bundled = Path(folder, "backends/nvidia/bin/cuobjdump")
-        if bundled.is_file():
-            return str(bundled)
-    return shutil.which("cuobjdump")
+    try:
+        import triton
+    except ImportError:
+        return shutil.which("cuobjdump")
+    bundled = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    return str(bundled) if bundled.is_file() else shutil.which("cuobjdump")
 
 
 def machine_code(library: Path) -> dict[str, str]:

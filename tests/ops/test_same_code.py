@@ -98,7 +98,7 @@ def test_kernels_of_two_libraries(
         ({}, None),
         ({"digest": None}, "has no machine code to compare"),
         ({"code": {}}, "has no machine code to compare"),
-        ({"launchers": "of others"}, "is of other launchers in Python"),
+        ({"digest": "ffff-of others"}, "is of other launchers in Python"),
         ({"compiler": "12.8.1"}, r"nvcc 12\.8\.1 compiled, here nvcc 13\.0\.88 did"),
         ({"code": {ADD: "1"}}, "has other machine code in 3 kernels: sm_90a _Z3addPf"),
     ],
@@ -110,14 +110,14 @@ def test_a_record_is_carried_over_where_all_machine_code_is_equal(
     digest = _verified.digest.__wrapped__("sm90")
     _, launchers = digest.split("-")
     entry = {"op": "ffn", "dtype": "bfloat16", "status": "passed"}
-    record = {"digest": f"ffff-{change.pop('launchers', launchers)}", "compiler": "13.0.88"}
-    record |= {"kernels": [entry], "code": _code(printed)} | change
+    record = {"digest": f"ffff-{launchers}", "compiler": "13.0.88", "kernels": [entry]}
+    record |= {"code": _code(printed)} | change
     file = printed.with_name("sm_90-sm90.json")
     lines.write_json(file, record)
     _verified.digest.cache_clear()
     found = same_code.carry_over(file, "sm90")
     _verified.digest.cache_clear()
-    assert found is None if why is None else re.match(why, found or "")
+    assert found is None if why is None else re.search(why, found or "")
     assert json.loads(file.read_text()) == (record | {"digest": digest} if why is None else record)
 
 

@@ -250,6 +250,7 @@ def test_the_digest_is_of_the_library_and_its_options(
     assert build.digest_of(library, portable) not in (first, flag.partition("=")[2])
 
 
+@pytest.mark.slow  # nvcc
 @pytest.mark.parametrize("name", ["sm90", "cuda"])
 def test_the_digest_is_in_the_library(
     build: ModuleType, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch

@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 from native_build import build_script
 
+from fastattn.testing import same_code
+
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 FFN = "ffn_product_instance_sm90.cu"
 FORWARD, BACKWARD = "attention_fwd_instance_sm90.cu", "attention_bwd_instance_sm90.cu"
@@ -47,16 +49,6 @@ class Compiled:
 def _nvcc() -> str | None:
     home = Path("/usr/local/cuda/bin/nvcc")
     return str(home) if home.is_file() else shutil.which("nvcc")
-
-
-def _cuobjdump() -> str | None:
-    """Triton's wheel has one; the toolkit may."""
-    try:
-        import triton
-    except ImportError:
-        return shutil.which("cuobjdump")
-    bundled = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    return str(bundled) if bundled.is_file() else shutil.which("cuobjdump")
 
 
 @functools.cache
@@ -113,7 +105,7 @@ def _compile(
     """The compiler's remarks and the instructions of each kernel by its mangled name. trials: as
     FASTATTN_TRIALS.
     """
-    nvcc, cuobjdump = _nvcc(), _cuobjdump()
+    nvcc, cuobjdump = _nvcc(), same_code.cuobjdump()
     if nvcc is None or cuobjdump is None:
         pytest.skip("needs nvcc and cuobjdump")
     binary = None if trials else _objects().get(instance or source)

@@ -4,6 +4,7 @@ import argparse
 import datetime
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -48,8 +49,8 @@ def record(rows: Sequence[Row], device: torch.device) -> str:
     passed = [key for key, c in statuses.items() if c["ok"] and not c["FAIL"] and not c["skipped"]]
     folder = _env.record_folder()
     assert folder is not None  # check_recordable
-    about = {"device": _env.device_name(device), "date": datetime.date.today().isoformat()}
-    about |= {"commit": lines.commit()}
+    date, commit = datetime.date.today().isoformat(), lines.commit()
+    about = {"device": _env.device_name(device), "date": date, "commit": commit}
     for backend in sorted({backend for _, backend, _ in (*passed, *failed)}):
         file = folder / _verified.file_name(architecture, backend)
         kernels = [
@@ -59,14 +60,14 @@ def record(rows: Sequence[Row], device: torch.device) -> str:
             if by == backend and (count := statuses[op, by, dtype][counted])
         ]
         digest = _verified.digest(backend)
-        before = _verified.read(file) if file.exists() else {"digest": None}
-        if before["digest"] == digest:
+        before = _verified.read(file) if file.exists() else {}
+        if before.get("digest") == digest:
             kernels = [
                 entry
                 for entry in before["kernels"]
                 if (key := (entry["op"], backend, entry["dtype"])) not in statuses or key in unknown
             ] + kernels
-        new = {"digest": digest, "compiler": None, "kernels": kernels, "code": {}}
+        new: dict[str, Any] = {"digest": digest, "kernels": kernels}
         if built := _verified.built(backend):
             code = same_code.machine_code(_verified.library(backend))
             new |= {"compiler": built[1], "code": code}

@@ -84,8 +84,8 @@ def carry_over(file: Path, backend: str) -> str | None:
     if record["digest"].partition("-")[2] != digest.partition("-")[2]:
         return "is of other launchers in Python: a GPU run must record them"
     _, compiler = _verified.built(backend) or ("", "none")
-    if record["compiler"] != compiler:
-        return f"is of kernels that nvcc {record['compiler']} compiled, here nvcc {compiler} did"
+    if record.get("compiler") != compiler:
+        return f"is of kernels that nvcc {record.get('compiler')} compiled, here nvcc {compiler} did"
     code = machine_code(_verified.library(backend))
     if names := differences(record["code"], code):
         return f"has other machine code in {len(names)} kernels: {', '.join(names)}"

@@ -2,14 +2,19 @@
 
 import argparse
 import datetime
+import hashlib
+import re
+import shutil
+import subprocess
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from fastattn.ops import _env, _select, _verified
-from fastattn.testing import lines, same_code
+from fastattn.testing import lines
 from fastattn.testing.rows import DTYPES, Row
 
 
@@ -69,7 +74,7 @@ def record(rows: Sequence[Row], device: torch.device) -> str:
             ] + kernels
         new: dict[str, Any] = {"digest": digest, "kernels": kernels}
         if built := _verified.built(backend):
-            code = same_code.machine_code(_verified.library(backend))
+            code = machine_code(_verified.library(backend))
             new |= {"compiler": built[1], "code": code}
         lines.write_json(file, new)
     _verified.recorded.cache_clear()
@@ -86,3 +91,34 @@ def record(rows: Sequence[Row], device: torch.device) -> str:
         message += f"\nnot decided, because samples were not reached: {named(unknown)}"
         message += "\n`--json FILE.jsonl --resume` continues where the time ended"
     return message
+
+
+def cuobjdump() -> str | None:
+    """The program of the CUDA toolkit, or the one in Triton's package."""
+    try:
+        import triton
+    except ImportError:
+        return shutil.which("cuobjdump")
+    bundled = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    return str(bundled) if bundled.is_file() else shutil.which("cuobjdump")
+
+
+def machine_code(library: Path) -> dict[str, str]:
+    """Digests of the kernels in a library by architecture and mangled name; the names do not count.
+    Empty without the library or cuobjdump.
+    """
+    program = cuobjdump()
+    if program is None or not library.is_file():
+        return {}
+    command = [program, "-sass", str(library)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    bodies: dict[str, list[str]] = {}  # a kernel may be in several objects
+    for binary in re.split(r"^arch = ", text, flags=re.MULTILINE)[1:]:
+        head, *functions = re.split(r"^\s*Function : (\S+)\n", binary, flags=re.MULTILINE)
+        for name, body in zip(functions[::2], functions[1::2], strict=True):
+            body = body.partition("Fatbin ")[0].replace(name, "")
+            bodies.setdefault(f"{head.split()[0]} {name}", []).append(" ".join(body.split()))
+    return {
+        name: hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+        for name, parts in bodies.items()
+    }

@@ -12,10 +12,7 @@ record was not carried over.
 """
 
 import argparse
-import hashlib
 import os
-import re
-import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -23,40 +20,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fastattn.ops import _verified
-from fastattn.testing import lines
+from fastattn.testing import lines, record
 
 _LIBRARIES = ("sm90", "cuda")
-
-
-def cuobjdump() -> str | None:
-    """The program of the CUDA toolkit, or the one in Triton's package."""
-    try:
-        import triton
-    except ImportError:
-        return shutil.which("cuobjdump")
-    bundled = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    return str(bundled) if bundled.is_file() else shutil.which("cuobjdump")
-
-
-def machine_code(library: Path) -> dict[str, str]:
-    """Digests of the kernels in a library by architecture and mangled name; the names do not count.
-    Empty without the library or cuobjdump.
-    """
-    program = cuobjdump()
-    if program is None or not library.is_file():
-        return {}
-    command = [program, "-sass", str(library)]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    bodies: dict[str, list[str]] = {}  # a kernel may be in several objects
-    for binary in re.split(r"^arch = ", text, flags=re.MULTILINE)[1:]:
-        head, *functions = re.split(r"^\s*Function : (\S+)\n", binary, flags=re.MULTILINE)
-        for name, body in zip(functions[::2], functions[1::2], strict=True):
-            body = body.partition("Fatbin ")[0].replace(name, "")
-            bodies.setdefault(f"{head.split()[0]} {name}", []).append(" ".join(body.split()))
-    return {
-        name: hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-        for name, parts in bodies.items()
-    }
 
 
 def differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
@@ -76,20 +42,20 @@ def differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
 
 def carry_over(file: Path, backend: str) -> str | None:
     """Why a record stays as it is, or None if it is of the installed kernels from now on."""
-    record, digest = _verified.read(file), _verified.digest(backend)
-    if record["digest"] == digest:
+    old, digest = _verified.read(file), _verified.digest(backend)
+    if old["digest"] == digest:
         return None
-    if record["digest"] is None or not record.get("code"):
+    if old["digest"] is None or not old.get("code"):
         return "has no machine code to compare: a GPU run must record it"
-    if record["digest"].partition("-")[2] != digest.partition("-")[2]:
+    if old["digest"].partition("-")[2] != digest.partition("-")[2]:
         return "is of other launchers in Python: a GPU run must record them"
     _, compiler = _verified.built(backend) or ("", "none")
-    if record.get("compiler") != compiler:
-        return f"is of kernels that nvcc {record.get('compiler')} compiled, here nvcc {compiler} did"
-    code = machine_code(_verified.library(backend))
-    if names := differences(record["code"], code):
+    if old.get("compiler") != compiler:
+        return f"is of kernels that nvcc {old.get('compiler')} compiled, here nvcc {compiler} did"
+    code = record.machine_code(_verified.library(backend))
+    if names := differences(old["code"], code):
         return f"has other machine code in {len(names)} kernels: {', '.join(names)}"
-    lines.write_json(file, record | {"digest": digest, "code": code})
+    lines.write_json(file, old | {"digest": digest, "code": code})
     return None
 
 
@@ -103,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     root = _verified.SHIPPED.parents[2]
     if unknown := set(libraries) - set(_LIBRARIES):
         parser.error(f"LIBRARY must be {' or '.join(_LIBRARIES)}, got {', '.join(unknown)}")
-    if not (root / "setup.py").is_file() or cuobjdump() is None:
+    if not (root / "setup.py").is_file() or record.cuobjdump() is None:
         parser.error("a source tree with setup.py, nvcc and cuobjdump (Triton has one) are needed")
     build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
     native = {"FASTATTN_NATIVE": ",".join(libraries), "FASTATTN_TRIALS": ""}

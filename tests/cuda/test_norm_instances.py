@@ -11,7 +11,7 @@ import pytest
 import test_cuda_sources as sources
 from native_build import build_script
 
-from fastattn.testing import same_code
+from fastattn.testing import record
 
 LIBRARY = build_script().LIBRARIES["cuda"]
 INSTANCES = {
@@ -51,7 +51,7 @@ def _demangled(name: str) -> tuple[str, list[str]]:
 
 def _compiled(name: str, folder: Path) -> dict[str, list[Kernel]]:
     """Compiled kernels for each GPU."""
-    nvcc, cuobjdump = sources._nvcc(), same_code.cuobjdump()
+    nvcc, cuobjdump = sources._nvcc(), record.cuobjdump()
     if nvcc is None or cuobjdump is None:
         pytest.skip("needs nvcc and cuobjdump")
     binary = sources._objects("cuda").get(name)

@@ -10,7 +10,7 @@ import pytest
 from native_build import build_script
 
 from fastattn.ops import _verified
-from fastattn.testing import lines, same_code
+from fastattn.testing import lines, record, same_code
 
 # As cuobjdump prints a library with two architectures.
 PRINTED = """
@@ -47,13 +47,13 @@ def printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program.chmod(0o755)
     text.write_text(PRINTED)
     (tmp_path / "_C_sm90.abi3.so").write_bytes(b"\x7fELF fastattn sources 0a1b, nvcc 13.0.88\0")
-    monkeypatch.setattr(same_code, "cuobjdump", lambda: str(program))
+    monkeypatch.setattr(record, "cuobjdump", lambda: str(program))
     monkeypatch.setattr(_verified, "_PACKAGE", tmp_path)
     return text
 
 
 def _code(printed: Path) -> dict[str, str]:
-    return same_code.machine_code(printed.with_name("_C_sm90.abi3.so"))
+    return record.machine_code(printed.with_name("_C_sm90.abi3.so"))
 
 
 def test_machine_code_is_that_of_each_kernel(printed: Path) -> None:
@@ -70,7 +70,7 @@ def test_machine_code_is_that_of_each_kernel(printed: Path) -> None:
         assert before in PRINTED
         printed.write_text(PRINTED.replace(before, after))
         assert same_code.differences(code, _code(printed)) == changed, before
-    assert same_code.machine_code(printed.with_name("absent.so")) == {}
+    assert record.machine_code(printed.with_name("absent.so")) == {}
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ template __global__ void scale<float>(float*, Sizes);
 def test_renaming_keeps_the_machine_code(tmp_path: Path) -> None:
     """By nvcc and cuobjdump themselves."""
     tools = build_script().Tools.found()
-    if tools.cuda is None or same_code.cuobjdump() is None:
+    if tools.cuda is None or record.cuobjdump() is None:
         pytest.skip("needs nvcc and cuobjdump")
 
     def compiled(text: str) -> dict[str, str]:
@@ -162,7 +162,7 @@ def test_renaming_keeps_the_machine_code(tmp_path: Path) -> None:
         output = tmp_path / "kernel.o"
         command = [str(tools.cuda / "bin" / "nvcc"), "-gencode=arch=compute_90a,code=sm_90a"]
         subprocess.run([*command, "-c", "-o", output, tmp_path / "kernel.cu"], check=True)
-        return same_code.machine_code(output)
+        return record.machine_code(output)
 
     first = compiled(KERNEL)
     renamed = compiled(KERNEL.replace("Sizes", "Shape").replace("scale", "twice"))

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from native_build import build_script
 
-from fastattn.testing import same_code
+from fastattn.testing import record
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 FFN = "ffn_product_instance_sm90.cu"
@@ -105,7 +105,7 @@ def _compile(
     """The compiler's remarks and the instructions of each kernel by its mangled name. trials: as
     FASTATTN_TRIALS.
     """
-    nvcc, cuobjdump = _nvcc(), same_code.cuobjdump()
+    nvcc, cuobjdump = _nvcc(), record.cuobjdump()
     if nvcc is None or cuobjdump is None:
         pytest.skip("needs nvcc and cuobjdump")
     binary = None if trials else _objects().get(instance or source)

@@ -65,16 +65,19 @@ def record(rows: Sequence[Row], device: torch.device) -> str:
             if by == backend and (count := statuses[op, by, dtype][counted])
         ]
         digest = _verified.digest(backend)
+        built = _verified.built(backend)
         before = _verified.read(file) if file.exists() else {}
-        if before.get("digest") == digest:
+        same = before.get("digest") == digest
+        if same:
             kernels = [
                 entry
                 for entry in before["kernels"]
                 if (key := (entry["op"], backend, entry["dtype"])) not in statuses or key in unknown
             ] + kernels
         new: dict[str, Any] = {"digest": digest, "kernels": kernels}
-        if built := _verified.built(backend):
-            code = machine_code(_verified.library(backend))
+        if built:  # disassembling takes half a minute
+            code = before.get("code") if same and before.get("compiler") == built[1] else None
+            code = code or machine_code(_verified.library(backend))
             new |= {"compiler": built[1], "code": code}
         lines.write_json(file, new)
     _verified.recorded.cache_clear()

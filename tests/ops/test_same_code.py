@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from native_build import build_script
 
-from fastattn.ops import _verified
+from fastattn.ops import _env, _verified
 from fastattn.testing import lines, record, same_code
+from fastattn.testing.rows import Row
 
 # As cuobjdump prints a library with two architectures.
 PRINTED = """
@@ -119,6 +121,30 @@ def test_a_record_is_carried_over_where_all_machine_code_is_equal(
     _verified.digest.cache_clear()
     assert found is None if why is None else re.search(why, found or "")
     assert json.loads(file.read_text()) == (record | {"digest": digest} if why is None else record)
+
+
+def test_a_library_is_disassembled_once(
+    printed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record of the same kernels keeps the machine code, one of others does not."""
+    monkeypatch.setenv(_env.RECORD_VARIABLE, str(tmp_path / "verified"))
+    monkeypatch.setattr(_env, "architecture", lambda *_: "sm_90")
+    monkeypatch.setattr(_env, "device_name", lambda device: "a GPU")
+    row = Row("ffn", "sm90", "cuda", "bf16", "a sample", "y", "ok")
+
+    def recorded() -> dict[str, Any]:
+        _verified.digest.cache_clear()
+        record.record([row], torch.device("cuda", 0))
+        _verified.digest.cache_clear()
+        return _verified.read(tmp_path / "verified" / "sm_90-sm90.json")
+
+    first, code = recorded(), _code(printed)
+    assert first["code"] == code and first["compiler"] == "13.0.88"
+    printed.write_text("")
+    assert recorded()["code"] == code
+    library = tmp_path / "_C_sm90.abi3.so"
+    library.write_bytes(library.read_bytes().replace(b"0a1b", b"0a1c"))
+    assert recorded()["code"] == {}
 
 
 def test_the_command(

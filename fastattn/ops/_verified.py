@@ -31,10 +31,11 @@ Kernel = tuple[str, str, str]
 # -- the installed kernels ------------------------------------------------------------------------
 @functools.cache
 def digest(backend: str) -> str:
-    """Identity of a backend's kernels: a digest of its library's sources, or the version of the
-    package that the backend is named after, and a digest of the syntax trees of its modules.
+    """Identity of a backend's kernels: a digest of its library's sources and nvcc's version, or the
+    version of the package that the backend is named after, and a digest of the syntax trees of its
+    modules.
     """
-    code, _ = built(backend) or (_env.versions().get(backend, "absent"), None)
+    code = " nvcc ".join(built(backend) or [_env.versions().get(backend, "absent")])
     return f"{code}-{_digest_of_modules(backend)}"
 
 

@@ -186,10 +186,10 @@ def test_another_library_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv(_env.LIBRARY_VARIABLE, str(other := tmp_path / "_C_sm90.abi3.so"))
     assert _env.library_file("_C_cpu.abi3.so", tmp_path / "package").parent.name == "package"
     digests = set()
-    for build in (b"one", b"another"):
-        other.write_bytes(build)
-        digests.add(_verified.kernels.__wrapped__("sm90")["digest"])
-    assert len(digests) == 2
+    for build in (b"one, nvcc 13.0", b"two, nvcc 13.0", b"two, nvcc 12.8"):
+        other.write_bytes(b"fastattn sources %b\0" % build)
+        digests.add(_verified.digest.__wrapped__("sm90"))
+    assert len(digests) == 3
     if not LIBRARY.is_file():
         pytest.skip("the CPU library is not built")
     shutil.copyfile(LIBRARY, other := tmp_path / LIBRARY.name)

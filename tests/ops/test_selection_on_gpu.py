@@ -200,6 +200,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("ops/ffn/triton.py", "1", "2", False),
         ("ops/ffn/reference.py", "1", "2", False),
         ("_C_sm90.abi3.so", "sources 0a1b", "sources 0a1c", True),
+        ("_C_sm90.abi3.so", "nvcc 13.0.88", "nvcc 12.8.1", True),
         ("_C_sm90.abi3.so", " kernels", " the same kernels", False),
     ],
 )
@@ -209,7 +210,7 @@ def test_the_digest_is_of_sources_and_launchers(
     """Comments, docstrings and white space do not count, nor other backends and queries."""
     digest = _verified.digest.__wrapped__
     first, content = digest("sm90"), (package / file).read_text()
-    assert first.startswith("0a1b-") and _verified.built("sm90") == ("0a1b", "13.0.88")
+    assert first.startswith("0a1b nvcc 13.0.88-") and _verified.built("sm90") == ("0a1b", "13.0.88")
     assert before in content
     (package / file).write_text(content.replace(before, after))
     assert (digest("sm90") != first) == changes

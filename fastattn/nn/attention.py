@@ -393,12 +393,9 @@ def project_heads(
 ) -> tuple[Tensor, ...]:
     """`project_in` as heads: `count` tensors `[B, H, S, D]`."""
     y = project_in(module, x, first, count, checked)  # [..., count, H, D]
-    if count == 1:
-        return (_heads(module, y.squeeze(-3)),)
-    if y.dim() == 4:
-        return tuple(y.permute(1, 2, 0, 3)[:, None].unbind())
-    order = (2, 0, 3, 1, 4) if module.batch_first else (2, 1, 3, 0, 4)
-    return y.permute(order).unbind()
+    # Not of permuted heads: the backward copies the gradients once, into the order of y.
+    parts = (y.squeeze(-3),) if count == 1 else y.unbind(-3)
+    return tuple(_heads(module, part) for part in parts)
 
 
 def project_each(

@@ -29,7 +29,6 @@ from fastattn._arguments import FLOATS as FLOATS
 from fastattn._arguments import (
     Causal,
     aligned_mask,
-    autocast,
     causal_code,
     check_attention_inputs,
     check_device,
@@ -54,6 +53,7 @@ from fastattn._arguments import (
 )
 from fastattn._arguments import Lengths as Lengths
 from fastattn._arguments import are_plain as are_plain
+from fastattn._arguments import autocast as autocast
 from fastattn._arguments import check_holds_values as check_holds_values
 from fastattn._arguments import check_tensor as check_tensor
 from fastattn._arguments import fits_linear as fits_linear

@@ -24,6 +24,7 @@ from fastattn.nn.transformer import (
     TransformerDecoderLayer,
     TransformerEncoder,
     TransformerEncoderLayer,
+    set_autocast_residual,
 )
 
 __all__ = [
@@ -54,5 +55,6 @@ __all__ = [
     "TransformerEncoder",
     "TransformerEncoderLayer",
     "convert",
+    "set_autocast_residual",
     "set_heads",
 ]

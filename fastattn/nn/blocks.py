@@ -65,6 +65,7 @@ def streams_of(layer: Layer, x: Tensor, *others: Tensor) -> DropoutStreams:
     test for each op takes as long as the op if sequences are short.
     """
     streams = DropoutStreams(x.device, sharding_of(layer))
+    streams.low_residual = has_low_residual(layer)
     if streams.sharding is SINGLE and are_plain(x, *others) and runs_eagerly():
         names = _OF_ENCODERS if isinstance(layer, nn.TransformerEncoderLayer) else _OF_DECODERS
         children = layer._modules
@@ -75,6 +76,11 @@ def streams_of(layer: Layer, x: Tensor, *others: Tensor) -> DropoutStreams:
             and all(_is_plain(children[name], name, x) for name in names)
         )
     return streams
+
+
+def has_low_residual(module: nn.Module) -> bool:
+    """Whether the residual stream of a layer or stack has autocast's dtype under autocast."""
+    return module.__dict__.get("autocast_residual", False) and torch._C._is_any_autocast_enabled()
 
 
 def _is_plain(child: nn.Module | None, name: str, x: Tensor) -> bool:
@@ -249,6 +255,7 @@ def encoder_layer(
     """The two blocks of an encoder layer, for padded and packed batches."""
     pre, part = layer.norm_first, partial(attribute, layer)
     norms = (part("norm2"), None) if pre else (part("norm1"), part("norm2"))
+    x = functional.autocast(x)[0] if streams.low_residual else x
     y = part("norm1")(x) if pre else x
     x, y = _attention_block(
         layer, part("self_attn"), x, y, *to_self, part("dropout1"), norms[0], streams
@@ -312,6 +319,7 @@ def decoder_layer(
         if pre
         else (part("norm1"), part("norm2"), part("norm3"))
     )
+    x = functional.autocast(x)[0] if streams.low_residual else x
     y = part("norm1")(x) if pre else x
     x, y = _attention_block(
         layer, part("self_attn"), x, y, *to_self, part("dropout1"), norms[0], streams
@@ -332,6 +340,7 @@ def decoder_layer_step(
     """`layer` on the next positions, whose keys and values are written to the cache."""
     self_attn, cross_attn = layer.self_attn, layer.multihead_attn
     streams = streams_of(layer, x, past.target, past.memory)
+    streams.low_residual = False  # a step has few rows
     positions = positions_of(self_attn)
 
     def attend_self(y: Tensor) -> Tensor:

@@ -168,9 +168,10 @@ class DropoutStreams:
     The seed is drawn at the first active dropout, so evaluation leaves the generator unchanged.
 
     checked: whether the blocks of the layer may call their ops without tests (`blocks.streams_of`).
+    low_residual: whether the residual stream has autocast's dtype (`set_autocast_residual`).
     """
 
-    checked = False
+    checked = low_residual = False
 
     def __init__(self, device: torch.device, sharding: Sharding | None = None) -> None:
         self.device = device

@@ -193,7 +193,7 @@ def fused_add_norm(
     streams: DropoutStreams,
 ) -> Tensor:
     """norm(residual + dropout(x + x_bias)) in torch's dtype: the end of a post-norm block."""
-    if not streams.checked:
+    if not (streams.checked or streams.low_residual):
         residual = _autocast_input(_promoted(residual, x))
     return fused_add_norm_and_sum(x, x_bias, residual, dropout, norm, streams)[0]
 

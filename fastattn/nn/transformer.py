@@ -17,11 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastattn.functional import Lengths
+from fastattn.functional import Lengths, autocast
 from fastattn.nn.attention import check_causal_hint, floating_mask, matching_masks
-from fastattn.nn.blocks import packed_decoder_layer, packed_encoder_layer
+from fastattn.nn.blocks import (
+    has_low_residual,
+    packed_decoder_layer,
+    packed_encoder_layer,
+)
 from fastattn.nn.conversion import DropIn, convert_children
-from fastattn.nn.fusion import inherits
+from fastattn.nn.fusion import inherits, is_unmodified
 from fastattn.nn.incremental import IncrementalDecoding
 from fastattn.nn.layers import (
     TransformerDecoderLayer,
@@ -35,7 +39,11 @@ from fastattn.nn.packing import (
     refuse_padding_masks,
     row_multiple,
 )
-from fastattn.nn.positional_attention import set_positions, share_positions
+from fastattn.nn.positional_attention import (
+    attention_classes,
+    set_positions,
+    share_positions,
+)
 from fastattn.nn.relative import PositionKind, make_positions
 from fastattn.nn.sharding import SINGLE, sharding_of
 
@@ -87,7 +95,7 @@ class TransformerEncoder(DropIn, nn.TransformerEncoder):
             output = layer(
                 output, src_mask=masks[0], is_causal=is_causal, src_key_padding_mask=masks[1]
             )
-        return sharding.gather(output if self.norm is None else self.norm(output))
+        return _result(self, output, src.dtype)
 
     def _forward_lengths(
         self,
@@ -116,7 +124,7 @@ class TransformerEncoder(DropIn, nn.TransformerEncoder):
         )
 
     def _forward_packed(self, rows: Tensor, packing: Packing, causal: bool) -> Tensor:
-        sharding, total = sharding_of(self), len(rows)
+        sharding, total, dtype = sharding_of(self), len(rows), rows.dtype
         multiple = row_multiple(sharding, rows.device)
         packing, rows = packing.extended(rows, multiple)
         rows = sharding.split(rows)
@@ -125,7 +133,7 @@ class TransformerEncoder(DropIn, nn.TransformerEncoder):
                 rows = packed_encoder_layer(layer, rows, packing, causal)
             else:  # its weights are gathered around its forward
                 rows = layer(rows, is_causal=causal, packing=packing)
-        rows = sharding.gather(rows if self.norm is None else self.norm(rows))
+        rows = _result(self, rows, dtype)
         return rows if multiple == 1 else rows[:total]
 
 
@@ -191,7 +199,7 @@ class TransformerDecoder(IncrementalDecoding, DropIn, nn.TransformerDecoder):
             tgt_mask, tgt_is_causal, tgt, self.layers[0].self_attn.batch_first
         )
         sharding = sharding_of(self)
-        output, memory = sharding.split(tgt), sharding.shared(memory)
+        output, memory = sharding.split(tgt), self._autocast_memory(sharding.shared(memory))
         for layer in self.layers:
             output = layer(
                 output,
@@ -203,7 +211,20 @@ class TransformerDecoder(IncrementalDecoding, DropIn, nn.TransformerDecoder):
                 tgt_is_causal=tgt_is_causal,
                 memory_is_causal=memory_is_causal,
             )
-        return sharding.gather(output if self.norm is None else self.norm(output))
+        return _result(self, output, tgt.dtype)
+
+    def _autocast_memory(self, memory: Tensor) -> Tensor:
+        """The memory as the layers' products read it under autocast, cast once for all layers;
+        unchanged if a modified module would get it.
+        """
+        low = memory if memory.is_nested else autocast(memory)[0]
+        classes = attention_classes("multihead_attn")
+        unmodified = low is memory or all(
+            is_unmodified(layer, TransformerDecoderLayer)
+            and is_unmodified(layer.multihead_attn, *classes)
+            for layer in self.layers
+        )
+        return low if unmodified else memory
 
     def _can_pack(
         self, mask: Tensor | None, causal: bool, memory_mask: Tensor | None, memory_causal: bool
@@ -221,17 +242,17 @@ class TransformerDecoder(IncrementalDecoding, DropIn, nn.TransformerDecoder):
     def _forward_packed(
         self, rows: Tensor, memory: Tensor, target: Packing, source: Packing, causal: bool
     ) -> Tensor:
-        sharding, total = sharding_of(self), len(rows)
+        sharding, total, dtype = sharding_of(self), len(rows), rows.dtype
         multiple = row_multiple(sharding, rows.device)
         target, rows = target.extended(rows, multiple)
         source, memory = source.extended(memory, multiple)
-        rows, memory = sharding.split(rows), sharding.shared(memory)
+        rows, memory = sharding.split(rows), self._autocast_memory(sharding.shared(memory))
         for layer in self.layers:
             if sharding is SINGLE:
                 rows = packed_decoder_layer(layer, rows, memory, target, source, causal)
             else:  # its weights are gathered around its forward
                 rows = layer(rows, memory, tgt_is_causal=causal, packings=(target, source))
-        rows = sharding.gather(rows if self.norm is None else self.norm(rows))
+        rows = _result(self, rows, dtype)
         return rows if multiple == 1 else rows[:total]
 
 
@@ -368,6 +389,35 @@ class Transformer(DropIn, nn.Transformer):
             memory_is_causal,
         )
         return target.zero_padding(output)
+
+
+def set_autocast_residual(model: nn.Module, enabled: bool = True) -> None:
+    """Sets whether the Transformer stacks within `model` keep their residual stream in autocast's
+    dtype under `torch.autocast`, instead of the dtype that PyTorch's layers give it, mostly fp32.
+
+    This halves the memory traffic of the residual stream and of its gradient, and rounds both to
+    half precision after each block: results are less accurate than PyTorch's. A stack's result has
+    the dtype of its input, a layer's result autocast's. Nothing changes without autocast.
+
+    model: contains encoders, decoders or layers of `fastattn.nn`; ValueError if there is none.
+    """
+    kinds = (
+        *(TransformerEncoder, TransformerDecoder),
+        *(TransformerEncoderLayer, TransformerDecoderLayer),
+    )
+    found = [module for module in model.modules() if isinstance(module, kinds)]
+    if not found:
+        raise ValueError(
+            f"model must contain Transformer layers of fastattn.nn, got {type(model).__name__}"
+        )
+    for module in found:
+        module.autocast_residual = enabled  # type: ignore[assignment]
+
+
+def _result(stack: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The result of a stack of layers whose input had `dtype`, from the last layer's."""
+    x = sharding_of(stack).gather(x if stack.norm is None else stack.norm(x))
+    return x.to(dtype) if has_low_residual(stack) else x
 
 
 def detect_causal(mask: Tensor | None, hint: bool | None, x: Tensor, batch_first: bool) -> bool:

@@ -194,7 +194,7 @@ class GenerationBenchmark:
         self.oracles: tuple[Any, Any] | None = None
         self.tokens: Tensor | None = None  # fastattn's, if it is a candidate
 
-    def refusal(self, candidate: Implementation) -> str | None:
+    def why_unsupported(self, candidate: Implementation) -> str | None:
         return candidate.unavailable() or candidate.unsupported(self.task)
 
     def build(self, candidate: Implementation) -> None:

@@ -79,7 +79,7 @@ class Implementation:
     draws_dropout: bool = False
     ignores_query_lengths: bool = False
 
-    def refusal(self, task: Task) -> str | None:
+    def why_unsupported(self, task: Task) -> str | None:
         missing = [n for n in SCORE_ARGUMENTS if n in task.inputs and n not in self.scores]
         return f"has no {' and '.join(missing)}" if missing else self.unsupported(task)
 

@@ -284,7 +284,7 @@ class ModelBenchmark:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)
 
-    def refusal(self, candidate: Implementation) -> str | None:
+    def why_unsupported(self, candidate: Implementation) -> str | None:
         return candidate.unavailable() or candidate.unsupported(self.task)
 
     def build(self, candidate: Implementation) -> None:

@@ -64,7 +64,7 @@ class Benchmark(Protocol):
     features: tuple[str, ...]
     uses_graphs: bool
 
-    def refusal(self, candidate: Implementation) -> str | None: ...
+    def why_unsupported(self, candidate: Implementation) -> str | None: ...
     def build(self, candidate: Implementation) -> None: ...
     def prepare_oracle(self, candidate: Implementation) -> None: ...
     def check(self, candidate: Implementation, direction: str) -> Verdict: ...
@@ -101,10 +101,10 @@ class OpBenchmark:
         self.copies: list[Inputs] = []
         self.peaks: dict[tuple[str, str], int | None] = {}
 
-    def refusal(self, candidate: Implementation) -> str | None:
+    def why_unsupported(self, candidate: Implementation) -> str | None:
         if "ordered" in self.features and not candidate.is_fastattn:
             return "is not asked for a fixed order"
-        return candidate.unavailable() or candidate.refusal(self.task)
+        return candidate.unavailable() or candidate.why_unsupported(self.task)
 
     def build(self, candidate: Implementation) -> None:
         self.forwards[candidate.name] = candidate.build(self.task)

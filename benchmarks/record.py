@@ -131,7 +131,7 @@ def install(folder: Path, target: Path) -> None:
 def groups_of(options: argparse.Namespace, builds: Sequence[Build]) -> list[Group]:
     """The groups of all parts in their order, each case once, with those of other builds."""
     hopper = options.device == "cuda" and not (
-        _env.refuses_device("sm90", _env.default_device()) or _native.unavailable("sm90")
+        _env.why_not_on("sm90", _env.default_device()) or _native.unavailable("sm90")
     )
     own = "fastattn-sm90" if hopper else _BACKENDS
     found, seen, known = [], set[str](), measured_backwards()

@@ -77,7 +77,7 @@ def _line(shape: tuple[int, ...], dtype: str, backward: bool, with_peers: bool) 
         task = _task(workload, DTYPES[dtype])
         for candidate in candidates:
             direction = "bwd" if backward else "fwd"
-            if candidate.refusal(task) is not None or direction not in candidate.directions:
+            if candidate.why_unsupported(task) is not None or direction not in candidate.directions:
                 continue
             if backward and scores == "relative":
                 calls["learned table", candidate.name] = _call(candidate, task, workload.gradients)

@@ -124,7 +124,7 @@ class _Run:
         for name, directions in self.wanted.items():
             candidate = self.candidates[name]
             self._stage(name, "inquiry")
-            reason = benchmark.refusal(candidate)
+            reason = benchmark.why_unsupported(candidate)
             if reason is not None:
                 self._end(candidate, directions, "refused", f"{name} {reason}")
                 continue

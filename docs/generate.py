@@ -310,7 +310,7 @@ def support() -> str:
     # computed.
     _select.forget_orders()
     with (
-        mock.patch.object(_env, "refuses_device", lambda *_: None),
+        mock.patch.object(_env, "why_not_on", lambda *_: None),
         mock.patch.object(_select, "_is_verified", lambda *_: True),
         mock.patch.object(sm90, "unavailable", lambda: None),
         torch.no_grad(),

@@ -96,7 +96,7 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def refuses_device(backend: str, device: torch.device) -> str | None:
+def why_not_on(backend: str, device: torch.device) -> str | None:
     """Why a backend does not support a device, or None; does not import the backend's module."""
     if backend == "cpu":
         # Reading a device's type takes 0.2 us.

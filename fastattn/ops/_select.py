@@ -79,9 +79,9 @@ def op_of(public_name: str) -> "Op":
 
 
 # -- one call -------------------------------------------------------------------------------------
-def refusal(op: "Op", backend: str, args: Sequence[Any]) -> str | None:
+def why_unsupported(op: "Op", backend: str, args: Sequence[Any]) -> str | None:
     """Why `backend` cannot run this call, or None."""
-    if why := _env.refuses_device(backend, args[op.first_tensor].device):
+    if why := _env.why_not_on(backend, args[op.first_tensor].device):
         return why
     if why := op.import_failure(backend):
         return why
@@ -94,9 +94,9 @@ def refusal(op: "Op", backend: str, args: Sequence[Any]) -> str | None:
     return f"does not implement {op.name}"
 
 
-def objection(op: "Op", backend: str, args: Sequence[Any]) -> str | None:
+def why_skipped(op: "Op", backend: str, args: Sequence[Any]) -> str | None:
     """Why the automatic choice skips `backend`, or None."""
-    if why := refusal(op, backend, args):
+    if why := why_unsupported(op, backend, args):
         return why
     slower = getattr(op.module(backend), f"{op.name}_slower", None)
     return slower(*op.backend_args(args)) if slower else None
@@ -106,7 +106,7 @@ def select(op: "Op", args: Sequence[Any], backend: str | None) -> str:
     """The backend that runs this call. An explicit choice runs or raises."""
     if backend:
         check_known(op, backend)
-        if why := refusal(op, backend, args):
+        if why := why_unsupported(op, backend, args):
             raise NotImplementedError(f"{op.name}: backend {backend} {why}")
         return backend
     device, dtype = args[op.first_tensor].device, op.data_dtype(args)
@@ -114,7 +114,7 @@ def select(op: "Op", args: Sequence[Any], backend: str | None) -> str:
     for candidate in order(op, device, dtype):
         if backend == NOT_CPU and candidate.name == CPU_BACKEND:
             continue
-        why = objection(op, candidate.name, args)
+        why = why_skipped(op, candidate.name, args)
         if why is None:
             _warn_if_slow_or_unverified(op, candidate, device, dtype, refusals)
             return candidate.name
@@ -174,13 +174,13 @@ def _warn_if_slow_or_unverified(
     if device.type != "cuda":
         return
     if chosen.name == "reference":
-        if all(_env.refuses_device(name, device) for name in op.backends if name != chosen.name):
+        if all(_env.why_not_on(name, device) for name in op.backends if name != chosen.name):
             return  # no other backend exists for this device
         candidates = order(op, device, dtype)
         unverified = {
             name: _UNVERIFIED
             for name, other in op.backends.items()
-            if other not in candidates and _env.refuses_device(name, device) is None
+            if other not in candidates and _env.why_not_on(name, device) is None
         }
         reasons = {**refusals, **unverified}
         why = "; ".join(f"backend {name} {reason}" for name, reason in reasons.items())
@@ -235,7 +235,7 @@ def requested_backend(op: "Op") -> str | None:
 def explain(op: "Op", args: Sequence[Any], backend: str | None) -> Explanation:
     refusals, candidates = {}, order(op, args[op.first_tensor].device, op.data_dtype(args))
     for name, other in op.backends.items():
-        why = refusal(op, name, args) if backend else objection(op, name, args)
+        why = why_unsupported(op, name, args) if backend else why_skipped(op, name, args)
         if why is None and other not in candidates:
             why = _UNVERIFIED
         if why is not None:
@@ -295,7 +295,7 @@ def backend_table(device: torch.device | None = None) -> list[BackendStatus]:
         if op.is_derivative and dtypes == _verified_dtypes(forward, device):
             continue
         for name, backend in op.backends.items():
-            why = _env.refuses_device(name, device) or op.import_failure(name)
+            why = _env.why_not_on(name, device) or op.import_failure(name)
             if why is None:
                 module = op.module(name)
                 unavailable = getattr(module, "unavailable", None)

@@ -495,7 +495,7 @@ def _cases(options: argparse.Namespace, device: torch.device) -> list[_Case]:
             continue
         backends = tuple(b for b in spec.backends if not options.backend or b in options.backend)
         if not options.backend:  # leave out backends for other devices, and what is not recorded
-            backends = tuple(b for b in backends if _env.refuses_device(b, device) is None)
+            backends = tuple(b for b in backends if _env.why_not_on(b, device) is None)
             backends = tuple(b for b in backends if not options.record or b != "reference")
         if require is not None:
             backends = (options.implementation,)

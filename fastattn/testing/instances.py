@@ -304,7 +304,7 @@ def run(case: tuple[Instance, str]) -> Row:
 # -- the command ----------------------------------------------------------------------------------
 def unavailable(case: Instance, device: torch.device) -> str | None:
     """Why an instance cannot run on a device, or None."""
-    if why := _env.refuses_device(case.backend, device):
+    if why := _env.why_not_on(case.backend, device):
         return why
     if case.backend != "triton":
         return _native.unavailable(case.backend)

@@ -212,7 +212,7 @@ def unavailable() -> str | None:
     device = _env.default_device()
     if device.type != "cuda":
         return "there is no CUDA GPU"
-    return _env.refuses_device("sm90", device) or _native.unavailable("sm90")
+    return _env.why_not_on("sm90", device) or _native.unavailable("sm90")
 
 
 def main(arguments: list[str] | None = None) -> int:

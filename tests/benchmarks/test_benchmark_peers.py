@@ -100,7 +100,7 @@ def test_changes_of_scores(name: str, scores: str) -> None:
     workload = padded_workload("tiny", 1, 4, 40, 16, ("cpu",), causal=True, scores=scores)
     spec, peer = cases.specs()["attention"], _peer(name, "attention", "cpu")
     benchmark = OpBenchmark(spec, workload, CPU, torch.float32, cold=False)
-    assert benchmark.refusal(peer) is None
+    assert benchmark.why_unsupported(peer) is None
     benchmark.build(peer)
     benchmark.prepare_oracle(peer)
     for direction in ("fwd", "bwd"):
@@ -514,7 +514,7 @@ def test_implementations_from_elsewhere(tmp_path: Path) -> None:
     for name, options in DENSE.items():
         workload = _dense(**options)
         benchmark = OpBenchmark(cases.specs()["attention"], workload, CPU, torch.float32)
-        verdicts[name] = benchmark.refusal(candidate)
+        verdicts[name] = benchmark.why_unsupported(candidate)
         if verdicts[name] is None:
             benchmark.prepare_oracle(candidate)
             benchmark.build(candidate)

@@ -435,7 +435,7 @@ def test_peers_refuse_what_they_cannot_do() -> None:
             workload = _attention_workload(**each)
             inputs = workload.make(CPU, torch.bfloat16, torch.Generator())
             task = Task("attention", workload, CPU, torch.bfloat16, inputs)
-            reason = peer.refusal(task)
+            reason = peer.why_unsupported(task)
             if reason is not None:
                 assert reason.split()[0] in ("has", "takes", "is", "aligns", "writes"), reason
                 found.setdefault(peer.name, []).append("-cwmbpdgaskr"[n])

@@ -295,7 +295,7 @@ def test_calls_in_a_fixed_order_have_the_same_bits(monkeypatch: pytest.MonkeyPat
     assert not bad.ok and bad.message == "dv: call 3 in a fixed order has other bits"
     benchmark = OpBenchmark(cases.specs()["attention"], workload, CPU, torch.float32)
     [peer] = [c for c in cases.implementations_of("attention", "cpu") if c.name == "sdpa"]
-    assert benchmark.refusal(peer) == "is not asked for a fixed order"
+    assert benchmark.why_unsupported(peer) == "is not asked for a fixed order"
 
 
 @pytest.mark.parametrize("whole", [2**20, 1])

@@ -514,7 +514,7 @@ def pretended_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
     folder = tmp_path / "cache" / "verified"
     monkeypatch.setenv(_env.RECORD_VARIABLE, str(folder))
     monkeypatch.setattr(_env, "architecture", lambda *_: "sm_90")
-    monkeypatch.setattr(_env, "refuses_device", lambda backend, device: None)
+    monkeypatch.setattr(_env, "why_not_on", lambda backend, device: None)
     monkeypatch.setattr(_env, "device_name", lambda device: "a GPU")
     monkeypatch.setattr(check, "_check_cases", lambda cases, *_: enumerate(map(on_cpu, cases)))
     _verified.recorded.cache_clear()

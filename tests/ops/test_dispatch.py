@@ -20,7 +20,7 @@ import fastattn
 from fastattn import functional
 from fastattn.ops import _env, _select
 from fastattn.ops._op import Op
-from fastattn.ops._select import refusal
+from fastattn.ops._select import why_unsupported
 from fastattn.testing import all_specs, poisoned_results
 from fastattn.testing.spec import OpSpec, Sample
 
@@ -173,7 +173,9 @@ def test_results_keep_a_subclass() -> None:
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_lazily_negated_tensors(backend: str) -> None:
     """Their memory holds the negated values; so may that of gradients."""
-    if why := refusal(_select.OPS["layer_norm_fwd"], backend, (torch.ones(2, 3), None, None, 0.0)):
+    if why := why_unsupported(
+        _select.OPS["layer_norm_fwd"], backend, (torch.ones(2, 3), None, None, 0.0)
+    ):
         pytest.skip(f"backend {backend} {why}")
     x = torch.randn(2, 3, dtype=torch.complex64).conj().imag
     dy = torch.randn(2, 3, dtype=torch.complex64).conj().imag
@@ -246,7 +248,7 @@ def test_overloads_give_the_same_bits(
     assert [op.name() for op, _ in calls] == wanted
     for default, args in calls:
         op = _select.OPS[default.name().removeprefix("fastattn::")]
-        assert refusal(op, "cpu", args) is None
+        assert why_unsupported(op, "cpu", args) is None
         expected = op.default(*args)
         with poisoned_results():
             _assert_same_bits(op.default(*args), expected)
@@ -392,7 +394,7 @@ def test_the_library_runs_what_cpu_does_not_refuse(
         found = results(None)
     assert [o.name for o, _, _ in runs.calls] == [op_name(op, way) for way in ("fwd", "bwd")]
     for called, args, ran_by in runs.calls:
-        taken = _select.objection(called, "cpu", args) is None
+        taken = _select.why_skipped(called, "cpu", args) is None
         assert ran_by == ("cpu" if taken else "torch"), called.name
         assert ran_by == _select.explain(called, args, None).chosen
     if {ran_by for _, _, ran_by in runs.calls} == {"torch"}:

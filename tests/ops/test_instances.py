@@ -172,7 +172,9 @@ def test_on_a_gpu_kernels_of_the_hopper_library_run_alone(
     monkeypatch.setattr(_env, "device_name", lambda device: "a GPU")
     monkeypatch.setattr(_env, "architecture", lambda *device: "sm_90")
     monkeypatch.setattr(
-        _env, "refuses_device", lambda name, device: "is not for it" if name == "cpu" else None
+        _env,
+        "why_not_on",
+        lambda name, device: "is not for it" if name == "cpu" else None,
     )
     monkeypatch.setattr(_native, "unavailable", lambda library: None)
     file = tmp_path / "rows.jsonl"

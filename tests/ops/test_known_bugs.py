@@ -19,9 +19,7 @@ from fastattn.testing.spec import OpSpec
 
 SPECS = all_specs()
 DEVICE = _env.default_device()
-ATTENTION_BACKENDS = [
-    b for b in SPECS["attention"].backends if _env.refuses_device(b, DEVICE) is None
-]
+ATTENTION_BACKENDS = [b for b in SPECS["attention"].backends if _env.why_not_on(b, DEVICE) is None]
 
 
 # -- deterministic algorithms, compiled ------------------------------------------------------------

@@ -340,7 +340,7 @@ def test_repeated_launches_have_the_bits_of_the_named_backend(
     """
     spec = all_specs()[name]
     backend = next(b for b in spec.backends if b in ("sm90", "cuda"))
-    why = _env.refuses_device(backend, torch.device("cuda", 0)) or _native.unavailable(backend)
+    why = _env.why_not_on(backend, torch.device("cuda", 0)) or _native.unavailable(backend)
     if why:
         pytest.skip(f"backend {backend} {why}")
     in_python: set[str] = set()

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
 import fastattn.nn
-from fastattn.ops._select import OPS, refusal
+from fastattn.ops._select import OPS, why_unsupported
 from fastattn.testing.poison import poisoned_results
 
 
@@ -126,7 +126,7 @@ def test_a_hook_on_x_does_not_change_the_residuals_gradient() -> None:
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_the_rounded_sum_is_normalised(backend: str) -> None:
     """The backward uses the rounded sum, so the statistics must be those of the rounded sum."""
-    if why := refusal(OPS["layer_norm_fwd"], backend, (torch.ones(2, 3), None, None, 0.0)):
+    if why := why_unsupported(OPS["layer_norm_fwd"], backend, (torch.ones(2, 3), None, None, 0.0)):
         pytest.skip(f"backend {backend} {why}")
     x, residual = (100 * torch.randn(5, 70).bfloat16() for _ in range(2))
     arguments = (x, residual, None, None, None, 1e-5, 0.0, None, 0)

@@ -467,7 +467,9 @@ def test_backend_table() -> None:
 
 def test_backend_table_has_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        _env, "refuses_device", lambda name, device: None if name == "reference" else "is away"
+        _env,
+        "why_not_on",
+        lambda name, device: None if name == "reference" else "is away",
     )
     for row in backend_table(torch.device("cpu")):
         assert row.reason == ("" if row.backend == "reference" else "is away")
@@ -504,7 +506,7 @@ def test_devices(
     monkeypatch.setattr(_env, "capability", lambda index: (8, 0))
     monkeypatch.setattr(_env, "architecture", lambda *device: "sm_80")
     monkeypatch.setattr(_env, "device_shared_memory", lambda index: 163 << 10)
-    assert _env.refuses_device(backend, torch.device(device)) == reason
+    assert _env.why_not_on(backend, torch.device(device)) == reason
 
 
 # (architecture, bytes of shared memory that its GPUs have for a thread block)
@@ -522,8 +524,8 @@ def test_triton_refuses_gpus_with_less_shared_memory_than_its_configs_take(
     monkeypatch.setattr(_env, "has_triton", lambda: True)
     monkeypatch.setattr(_env, "architecture", lambda *device: arch)
     monkeypatch.setattr(_env, "device_shared_memory", lambda index: (has, has - 1)[index])
-    assert _env.refuses_device("triton", torch.device("cuda", 0)) is None
-    assert _env.refuses_device("triton", torch.device("cuda", 1)) == (
+    assert _env.why_not_on("triton", torch.device("cuda", 0)) is None
+    assert _env.why_not_on("triton", torch.device("cuda", 1)) == (
         f"needs {has >> 10} KB of shared memory per program on {arch}, got {(has - 1) >> 10} KB"
     )
 
@@ -541,10 +543,10 @@ def test_shared_memory_is_read_from_the_device(monkeypatch: pytest.MonkeyPatch) 
 
 def test_cuda_refuses_older_gpus_and_those_of_amd(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_env, "capability", lambda index: (7, 5))
-    reason = _env.refuses_device("cuda", torch.device("cuda"))
+    reason = _env.why_not_on("cuda", torch.device("cuda"))
     assert reason == "is built for compute capability 8.0 and newer, got 7.5"
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    reason = _env.refuses_device("cuda", torch.device("cuda"))
+    reason = _env.why_not_on("cuda", torch.device("cuda"))
     assert reason == "is built for NVIDIA GPUs, got one of AMD"
 
 
@@ -553,18 +555,18 @@ def test_gpus_of_one_machine_may_have_different_capabilities(
 ) -> None:
     monkeypatch.setattr(_env, "capability", lambda index: ((8, 0), (9, 0))[index])
     for index, refused in ((0, True), (1, False)):
-        assert (_env.refuses_device("sm90", torch.device("cuda", index)) is not None) is refused
+        assert (_env.why_not_on("sm90", torch.device("cuda", index)) is not None) is refused
 
 
 def test_triton_on_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(_env, "has_triton", lambda: True)
-    assert _env.refuses_device("triton", torch.device("cpu")) is None
+    assert _env.why_not_on("triton", torch.device("cpu")) is None
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    reason = _env.refuses_device("triton", torch.device("cpu"))
+    reason = _env.why_not_on("triton", torch.device("cpu"))
     assert reason == "runs on cuda tensors, got cpu"
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(_env, "has_triton", lambda: False)
     for device in ("cpu", "cuda"):
-        reason = _env.refuses_device("triton", torch.device(device))
+        reason = _env.why_not_on("triton", torch.device(device))
         assert reason == "needs the triton package, which is not installed"

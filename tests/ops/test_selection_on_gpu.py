@@ -89,7 +89,7 @@ def test_forward_and_backward_use_the_same_entry() -> None:
 def test_the_table_names_the_dtypes_that_passed(
     record: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_env, "refuses_device", lambda backend, device: "is unsupported")
+    monkeypatch.setattr(_env, "why_not_on", lambda backend, device: "is unsupported")
     record("ffn", "triton")
     record("ffn", "triton", dtype="float16")
     record("ffn", "another", dtype="float32")
@@ -314,7 +314,7 @@ def test_ops_without_gpu_kernels_do_not_warn(
 ) -> None:
     op = make_op([Backend("cpu"), Backend("reference")], cpu=writes(1), reference=REFERENCE)
     elsewhere = {"cpu": "runs on cpu tensors, got cuda"}
-    monkeypatch.setattr(_env, "refuses_device", lambda backend, device: elsewhere.get(backend))
+    monkeypatch.setattr(_env, "why_not_on", lambda backend, device: elsewhere.get(backend))
     with caplog.at_level(logging.WARNING, logger="fastattn"):
         assert _select.select(op, _on_cuda(), None) == "reference"
     assert not caplog.records
@@ -362,7 +362,7 @@ def test_kernels_chosen_on_hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             monkeypatch.setattr(op, "orders", {})
             chosen = [b.name for b in _select.order(op, CUDA, torch.bfloat16) if not b.automatic]
             assert chosen == list(expected.get(name, {})), name
-    monkeypatch.setattr(_env, "refuses_device", lambda backend, device: "is unsupported")
+    monkeypatch.setattr(_env, "why_not_on", lambda backend, device: "is unsupported")
     automatic = {(row.op, row.backend): row.automatic_for for row in backend_table(CUDA)}
     assert {op for op, _ in automatic if op.endswith("_bwd")} == {f"{name}_bwd" for name in norms}
     for name in norms:
@@ -379,7 +379,7 @@ def test_unverified_architecture_warns_once(
     op = make_op([Backend("triton")], triton=writes(1))
     record(op.name, "triton")
     elsewhere = {"cpu": "runs on cuda tensors, got cpu"}
-    monkeypatch.setattr(_env, "refuses_device", lambda _, device: elsewhere.get(device.type))
+    monkeypatch.setattr(_env, "why_not_on", lambda _, device: elsewhere.get(device.type))
     with caplog.at_level(logging.WARNING, logger="fastattn"):
         for architecture, warnings in (("sm_90", 0), ("sm_120", 1), ("sm_120", 1)):
             monkeypatch.setattr(_env, "architecture", lambda *_, a=architecture: a)

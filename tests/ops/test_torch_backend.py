@@ -81,7 +81,7 @@ def test_backward_follows_another_backends_forward(saved_by: str, scores: str) -
     """With rows without a key, whose lse is -inf or the sink."""
     call = _problem(**_SCORES[scores])
     forward = OPS["attention_fwd"]
-    if why := _select.refusal(forward, saved_by, call):
+    if why := _select.why_unsupported(forward, saved_by, call):
         pytest.skip(why)
     out, lse = forward(*call, backend=saved_by)
     torch.manual_seed(0)

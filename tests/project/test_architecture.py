@@ -596,7 +596,7 @@ try:
     import triton
 except ImportError:
     print(fastattn.__file__)
-print(_env.refuses_device("triton", torch.device("cuda")))
+print(_env.why_not_on("triton", torch.device("cuda")))
 print([record.getMessage() for record in records.buffer])
 for row in backend_table(torch.device("cpu")):
     print(row.backend, row.available, row.reason)

@@ -21,7 +21,7 @@ each_op = pytest.mark.parametrize("op", list(SPECS))
 
 def backends_of(op: str) -> list[str]:
     """The op's backends for the device under test."""
-    return [b for b in SPECS[op].backends if _env.refuses_device(b, DEVICE) is None]
+    return [b for b in SPECS[op].backends if _env.why_not_on(b, DEVICE) is None]
 
 
 BACKENDS = [

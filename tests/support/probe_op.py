@@ -22,7 +22,7 @@ def make_op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeOp]
     """make_op(order, backend=source, ...) defines an op y = x * factor, z = -y for the CPU.
     suffix: of its name.
     """
-    monkeypatch.setattr(_env, "refuses_device", lambda backend, device: None)
+    monkeypatch.setattr(_env, "why_not_on", lambda backend, device: None)
     monkeypatch.syspath_prepend(tmp_path)
     defined = []
 

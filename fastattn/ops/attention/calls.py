@@ -131,7 +131,7 @@ WeightsBackwardCall = _call(
 )
 
 
-def call_refusal(call: AnyCall) -> str | None:
+def why_call_unsupported(call: AnyCall) -> str | None:
     """Why no backend runs the call, or None: packed and paged calls have fewer options."""
     packed = call.cu_seqlens_q is not None
     if packed != (call.cu_seqlens_k is not None):
@@ -144,12 +144,12 @@ def call_refusal(call: AnyCall) -> str | None:
     return None
 
 
-def weights_refusal(call: Any) -> str | None:
+def why_no_weights(call: Any) -> str | None:
     """Why no backend of `attention_with_weights` runs the call, or None."""
     padded = call.cu_seqlens_q is call.cu_seqlens_k is call.block_table is None
     return None if padded else "computes weights of padded calls only, without cu_seqlens or pages"
 
 
-def paged_refusal(call: BackwardCall) -> str | None:
+def why_no_pages(call: BackwardCall) -> str | None:
     """Why no backend but the reference computes gradients of a paged call, or None."""
     return None if call.block_table is None else "has no gradients with block_table"

@@ -14,9 +14,9 @@ from fastattn.ops.attention.calls import (
     AnyCall,
     BackwardCall,
     ForwardCall,
-    call_refusal,
-    paged_refusal,
-    weights_refusal,
+    why_call_unsupported,
+    why_no_pages,
+    why_no_weights,
 )
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -30,8 +30,8 @@ def unavailable() -> str | None:
     return _native.unavailable("cpu")
 
 
-def _refusal(call: AnyCall) -> str | None:
-    if why := call_refusal(call):
+def _why_unsupported(call: AnyCall) -> str | None:
+    if why := why_call_unsupported(call):
         return why
     q, k, table, rows = call.q, call.k, call.block_table, 2 if call.cu_seqlens_q is None else 0
     if q.dtype not in _DTYPES:
@@ -47,15 +47,15 @@ def _refusal(call: AnyCall) -> str | None:
 
 
 def attention_fwd_unsupported(call: ForwardCall) -> str | None:
-    return _refusal(call)
+    return _why_unsupported(call)
 
 
 def attention_bwd_unsupported(call: BackwardCall) -> str | None:
-    return paged_refusal(call) or _refusal(call)
+    return why_no_pages(call) or _why_unsupported(call)
 
 
 def attention_with_weights_fwd_unsupported(call: Any) -> str | None:
-    return weights_refusal(call) or _refusal(call)
+    return why_no_weights(call) or _why_unsupported(call)
 
 
 attention_with_weights_bwd_unsupported = attention_with_weights_fwd_unsupported

@@ -23,8 +23,8 @@ from fastattn.ops.attention.calls import (
     ForwardCall,
     WeightsBackwardCall,
     WeightsForwardCall,
-    call_refusal,
-    weights_refusal,
+    why_call_unsupported,
+    why_no_weights,
 )
 
 
@@ -259,14 +259,14 @@ def attention_with_weights_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def attention_fwd_unsupported(call: AnyCall) -> str | None:
-    return call_refusal(call)
+    return why_call_unsupported(call)
 
 
 attention_bwd_unsupported = attention_fwd_unsupported
 
 
 def attention_with_weights_fwd_unsupported(call: Any) -> str | None:
-    return weights_refusal(call)
+    return why_no_weights(call)
 
 
 attention_with_weights_bwd_unsupported = attention_with_weights_fwd_unsupported

@@ -20,8 +20,8 @@ from fastattn.ops.attention.calls import (
     AnyCall,
     BackwardCall,
     ForwardCall,
-    call_refusal,
-    paged_refusal,
+    why_call_unsupported,
+    why_no_pages,
 )
 from fastattn.ops.attention.sm90_bias import (
     ALIGNMENT,
@@ -63,7 +63,7 @@ def _unreadable(name: str, x: Tensor) -> str | None:
 
 
 def _unsupported(call: AnyCall) -> str | None:
-    if why := unavailable() or call_refusal(call):
+    if why := unavailable() or why_call_unsupported(call):
         return why
     q, k, v, mask, rows = call.q, call.k, call.v, call.mask, 2 if call.cu_seqlens_q is None else 0
     if q.dtype not in _DTYPES:
@@ -97,7 +97,7 @@ def attention_fwd_unsupported(call: ForwardCall) -> str | None:
 
 
 def attention_bwd_unsupported(call: BackwardCall) -> str | None:
-    return paged_refusal(call) or _unsupported(call)
+    return why_no_pages(call) or _unsupported(call)
 
 
 def attention_bwd_uses_lse(call: BackwardCall) -> bool:

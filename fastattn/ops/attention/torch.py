@@ -32,9 +32,9 @@ from fastattn.ops.attention.calls import (
     BackwardCall,
     CausalKind,
     ForwardCall,
-    call_refusal,
-    paged_refusal,
-    weights_refusal,
+    why_call_unsupported,
+    why_no_pages,
+    why_no_weights,
 )
 from fastattn.ops.attention.torch_kernels import (
     is_fused,
@@ -42,10 +42,10 @@ from fastattn.ops.attention.torch_kernels import (
     packed_bwd,
     packed_fwd,
     packed_live,
-    packed_refusal,
     pad,
     padded_head_dim,
     sequence_of,
+    why_not_packed,
 )
 from fastattn.ops.attention.torch_problem import (
     Problem,
@@ -90,17 +90,17 @@ def _largest_products(q: Tensor, k: Tensor) -> float:
 
 
 # -- attention_fwd ---------------------------------------------------------------------------------
-def _refusal(call: AnyCall) -> str | None:
-    if why := call_refusal(call):
+def _why_unsupported(call: AnyCall) -> str | None:
+    if why := why_call_unsupported(call):
         return why
     dtype = call.q.dtype
     if dtype not in _DTYPES:
         return f"takes fp32, bf16, fp16 and fp64, got {dtype}"
-    return packed_refusal(call) if call.cu_seqlens_q is not None and call.q.is_cuda else None
+    return why_not_packed(call) if call.cu_seqlens_q is not None and call.q.is_cuda else None
 
 
 def attention_fwd_unsupported(call: ForwardCall) -> str | None:
-    return _refusal(call)
+    return _why_unsupported(call)
 
 
 def attention_fwd(call: ForwardCall) -> tuple[Tensor, Tensor]:
@@ -169,7 +169,7 @@ def _dead_lse(call: ForwardCall) -> Tensor | float:
 
 # -- attention_bwd ---------------------------------------------------------------------------------
 def attention_bwd_unsupported(call: BackwardCall) -> str | None:
-    return _refusal(call) or paged_refusal(call)
+    return _why_unsupported(call) or why_no_pages(call)
 
 
 def attention_bwd_uses_lse(call: BackwardCall) -> bool:
@@ -343,7 +343,7 @@ def _products_bwd(
 # -- attention_with_weights ------------------------------------------------------------------------
 # Context by the op `attention_fwd`, weights by a softmax of their own.
 def attention_with_weights_fwd_unsupported(call: Any) -> str | None:
-    return weights_refusal(call) or _refusal(call)
+    return why_no_weights(call) or _why_unsupported(call)
 
 
 def attention_with_weights_fwd(call: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -126,7 +126,7 @@ def pad(x: Tensor, size: int) -> Tensor:
 
 
 # -- packed sequences ------------------------------------------------------------------------------
-def packed_refusal(call: AnyCall) -> str | None:
+def why_not_packed(call: AnyCall) -> str | None:
     """Why flash attention, whose causal diagonal is bottom-right, cannot run the call, or None."""
     assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
     q, same = call.q, call.cu_seqlens_q.data_ptr() == call.cu_seqlens_k.data_ptr()

@@ -18,7 +18,7 @@ def unavailable() -> str | None:
     return _native.unavailable("cpu")
 
 
-def _refusal(*tensors: Tensor | None) -> str | None:
+def _why_unsupported(*tensors: Tensor | None) -> str | None:
     for tensor in tensors:
         if tensor is not None and tensor.dtype not in _DTYPES:
             return f"has kernels for fp32, bf16 and fp16, got {tensor.dtype}"
@@ -26,8 +26,8 @@ def _refusal(*tensors: Tensor | None) -> str | None:
 
 
 def ffn_fwd_unsupported(call: ForwardCall) -> str | None:
-    return _refusal(call.x, call.residual)
+    return _why_unsupported(call.x, call.residual)
 
 
 def ffn_bwd_unsupported(call: BackwardCall) -> str | None:
-    return _refusal(call.dy, call.x)
+    return _why_unsupported(call.dy, call.x)

@@ -31,7 +31,7 @@ def unavailable() -> str | None:
 
 
 # -- unsupported calls ----------------------------------------------------------------------------
-def _refusal(x: Tensor, *others: Tensor | torch.dtype | None) -> str | None:
+def _why_unsupported(x: Tensor, *others: Tensor | torch.dtype | None) -> str | None:
     """x: its rows are as long as those of all others."""
     for other in (x, *others):
         dtype = other.dtype if isinstance(other, Tensor) else other
@@ -43,27 +43,27 @@ def _refusal(x: Tensor, *others: Tensor | torch.dtype | None) -> str | None:
 
 
 def layer_norm_fwd_unsupported(call: LayerNormCall) -> str | None:
-    return _refusal(call.x, call.weight, call.bias)
+    return _why_unsupported(call.x, call.weight, call.bias)
 
 
 def layer_norm_bwd_unsupported(call: LayerNormBackwardCall) -> str | None:
-    return _refusal(call.x, call.weight, call.bias)
+    return _why_unsupported(call.x, call.weight, call.bias)
 
 
 def add_layer_norm_fwd_unsupported(call: AddLayerNormCall) -> str | None:
-    return _refusal(call.residual, call.x, call.x_bias, call.weight, call.bias)
+    return _why_unsupported(call.residual, call.x, call.x_bias, call.weight, call.bias)
 
 
 def add_layer_norm_bwd_unsupported(call: AddLayerNormBackwardCall) -> str | None:
-    return _refusal(call.z, call.x_dtype, call.x_bias, call.weight, call.bias)
+    return _why_unsupported(call.z, call.x_dtype, call.x_bias, call.weight, call.bias)
 
 
 def rms_norm_fwd_unsupported(call: RmsNormCall) -> str | None:
-    return _refusal(call.x, call.weight)
+    return _why_unsupported(call.x, call.weight)
 
 
 def rms_norm_bwd_unsupported(call: RmsNormBackwardCall) -> str | None:
-    return _refusal(call.x, call.weight)
+    return _why_unsupported(call.x, call.weight)
 
 
 # -- any of the three ------------------------------------------------------------------------------

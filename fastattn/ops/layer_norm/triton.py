@@ -79,7 +79,7 @@ def _dtype(x: Tensor | None) -> torch.dtype | None:
     return None if x is None else x.dtype
 
 
-def _refusal(
+def _why_unsupported(
     activations: Sequence[Tensor | None], parameters: Sequence[Tensor | None]
 ) -> str | None:
     """Device and row length are those of the last activation."""
@@ -333,7 +333,7 @@ def _bind_backward(
 
 
 def layer_norm_fwd_unsupported(call: LayerNormCall) -> str | None:
-    return _refusal((call.x,), (call.weight, call.bias))
+    return _why_unsupported((call.x,), (call.weight, call.bias))
 
 
 def layer_norm_fwd(call: LayerNormCall, y: Tensor, mean: Tensor, rstd: Tensor) -> None:
@@ -342,7 +342,7 @@ def layer_norm_fwd(call: LayerNormCall, y: Tensor, mean: Tensor, rstd: Tensor) -
 
 
 def layer_norm_bwd_unsupported(call: LayerNormBackwardCall) -> str | None:
-    return _refusal((call.dy, call.x), (call.weight, call.bias))
+    return _why_unsupported((call.dy, call.x), (call.weight, call.bias))
 
 
 def layer_norm_bwd_workspace(call: LayerNormBackwardCall) -> _Workspace:
@@ -367,7 +367,7 @@ def layer_norm_bwd(
 
 
 def add_layer_norm_fwd_unsupported(call: AddLayerNormCall) -> str | None:
-    return _refusal((call.x, call.residual), (call.x_bias, call.weight, call.bias))
+    return _why_unsupported((call.x, call.residual), (call.x_bias, call.weight, call.bias))
 
 
 def add_layer_norm_fwd(
@@ -379,7 +379,7 @@ def add_layer_norm_fwd(
 def add_layer_norm_bwd_unsupported(call: AddLayerNormBackwardCall) -> str | None:
     if call.x_dtype not in DTYPES:
         return f"has kernels for float16, bfloat16 and float32, got {call.x_dtype}"
-    return _refusal((call.dy, call.dz, call.z), (call.x_bias, call.weight, call.bias))
+    return _why_unsupported((call.dy, call.dz, call.z), (call.x_bias, call.weight, call.bias))
 
 
 def _add_sums(call: AddLayerNormBackwardCall) -> tuple[bool, bool, bool]:
@@ -420,7 +420,7 @@ def add_layer_norm_bwd(
 
 
 def rms_norm_fwd_unsupported(call: RmsNormCall) -> str | None:
-    return _refusal((call.x,), (call.weight,))
+    return _why_unsupported((call.x,), (call.weight,))
 
 
 def rms_norm_fwd(call: RmsNormCall, y: Tensor, rstd: Tensor) -> None:
@@ -429,7 +429,7 @@ def rms_norm_fwd(call: RmsNormCall, y: Tensor, rstd: Tensor) -> None:
 
 
 def rms_norm_bwd_unsupported(call: RmsNormBackwardCall) -> str | None:
-    return _refusal((call.dy, call.x), (call.weight,))
+    return _why_unsupported((call.dy, call.x), (call.weight,))
 
 
 def rms_norm_bwd_workspace(call: RmsNormBackwardCall) -> _Workspace:

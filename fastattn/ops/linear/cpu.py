@@ -25,7 +25,7 @@ def unavailable() -> str | None:
     return _native.unavailable("cpu")
 
 
-def refusal(x: Tensor) -> str | None:
+def why_unsupported(x: Tensor) -> str | None:
     if x.dtype not in _DTYPES:
         return f"has kernels for fp32, bf16 and fp16, got {x.dtype}"
     return unavailable()
@@ -42,7 +42,7 @@ def slower(x: Tensor) -> str | None:
 
 
 def linear_fwd_unsupported(x: Tensor, w: Tensor, b: Tensor | None) -> str | None:
-    return refusal(x)
+    return why_unsupported(x)
 
 
 def linear_fwd_slower(x: Tensor, w: Tensor, b: Tensor | None) -> str | None:
@@ -52,7 +52,7 @@ def linear_fwd_slower(x: Tensor, w: Tensor, b: Tensor | None) -> str | None:
 def linear_bwd_unsupported(
     dy: Tensor, x: Tensor | None, w: Tensor | None, needs: Sequence[bool]
 ) -> str | None:
-    return refusal(dy)
+    return why_unsupported(dy)
 
 
 def linear_bwd_slower(

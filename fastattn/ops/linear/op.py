@@ -75,7 +75,7 @@ def linear_runs_torch(x: Tensor) -> bool:
     if requested := linear.choice(None):
         return requested == "torch"
     cpu = linear.module("cpu")
-    return cpu.refusal(x) is not None or cpu.slower(x) is not None
+    return cpu.why_unsupported(x) is not None or cpu.slower(x) is not None
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastattn.ops._triton_launch import LaunchCache, signature
-from fastattn.ops.attention.calls import BackwardCall, Gradients, paged_refusal
+from fastattn.ops.attention.calls import BackwardCall, Gradients, why_no_pages
 from fastattn.ops.attention.triton.bwd_bind import Plan, bind, layout_of
 from fastattn.ops.attention.triton.bwd_config import BwdConfig
 from fastattn.ops.attention.triton.call_shape import (
@@ -36,7 +36,7 @@ _plans = LaunchCache()
 
 
 def attention_bwd_unsupported(call: BackwardCall) -> str | None:
-    return paged_refusal(call) or unsupported(call, out=call.out, dout=call.dout)
+    return why_no_pages(call) or unsupported(call, out=call.out, dout=call.dout)
 
 
 def attention_bwd_uses_lse(call: BackwardCall) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from fastattn.ops import _env
 from fastattn.ops._triton_dropout import AttentionSeed
 from fastattn.ops._triton_launch import DTYPES, DescriptorTemplate, descriptor_template, too_old
-from fastattn.ops.attention.calls import AnyCall, CausalKind, call_refusal
+from fastattn.ops.attention.calls import AnyCall, CausalKind, why_call_unsupported
 from fastattn.ops.attention.triton.tiles import (
     DiagonalBounds,
     KernelConstants,
@@ -333,7 +333,7 @@ def swizzle_group_size(limits: DiagonalBounds, head_bytes: int, group: int, head
 
 def unsupported(call: AnyCall, **others: Tensor | None) -> str | None:
     """Why no kernel supports the call. others: further tensors whose rows they read, by name."""
-    if why := call_refusal(call):
+    if why := why_call_unsupported(call):
         return why
     mask, tensors = call.mask, {"q": call.q, "k": call.k, "v": call.v} | others
     if call.cu_seqlens_q is not None:

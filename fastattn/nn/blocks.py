@@ -32,6 +32,8 @@ from fastattn.nn.fusion import (
     active_p,
     are_plain,
     attribute,
+    has_any_global_hook,
+    has_its_own_forward,
     has_plain_parameters,
     in_class,
     inherits,
@@ -40,7 +42,13 @@ from fastattn.nn.fusion import (
     runs_eagerly,
     weight_and_bias,
 )
-from fastattn.nn.norm import can_fuse, fused_add_norm, fused_add_norm_and_sum
+from fastattn.nn.norm import (
+    LayerNorm,
+    can_fuse,
+    fused_add_norm,
+    fused_add_norm_and_sum,
+    is_valid_eps,
+)
 from fastattn.nn.packing import Packing, packed_context
 from fastattn.nn.positional_attention import attention_classes, positions_of
 from fastattn.nn.sharding import SINGLE, dropout_and_sum, sharding_of
@@ -52,10 +60,17 @@ Block = Callable[[Tensor], Tensor]
 Layer: TypeAlias = nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
 
 
-_OF_ENCODERS = frozenset(
-    ("self_attn", "linear1", "dropout", "linear2", "norm1", "norm2", "dropout1", "dropout2")
-)
-_OF_DECODERS = _OF_ENCODERS | {"multihead_attn", "norm3", "dropout3"}
+# The children of a layer and their classes.
+_NORMS, _DROPOUTS, _LINEARS = (nn.LayerNorm, LayerNorm), (nn.Dropout,), (nn.Linear,)
+_ATTENTIONS = attention_classes("multihead_attn")
+_OF_ENCODERS: dict[str, tuple[type[nn.Module], ...]] = {
+    "self_attn": _ATTENTIONS, "linear1": _LINEARS, "dropout": _DROPOUTS, "linear2": _LINEARS,
+    "norm1": _NORMS, "norm2": _NORMS, "dropout1": _DROPOUTS, "dropout2": _DROPOUTS,
+}  # fmt: skip
+_OF_DECODERS = _OF_ENCODERS | {
+    "multihead_attn": _ATTENTIONS, "norm3": _NORMS, "dropout3": _DROPOUTS,
+}  # fmt: skip
+_NAMES = {len(kinds): frozenset(kinds) for kinds in (_OF_ENCODERS, _OF_DECODERS)}
 
 
 def streams_of(layer: Layer, x: Tensor, *others: Tensor) -> DropoutStreams:
@@ -67,13 +82,14 @@ def streams_of(layer: Layer, x: Tensor, *others: Tensor) -> DropoutStreams:
     streams = DropoutStreams(x.device, sharding_of(layer))
     streams.low_residual = has_low_residual(layer)
     if streams.sharding is SINGLE and are_plain(x, *others) and runs_eagerly():
-        names = _OF_ENCODERS if isinstance(layer, nn.TransformerEncoderLayer) else _OF_DECODERS
-        children = layer._modules
+        kinds = _OF_ENCODERS if isinstance(layer, nn.TransformerEncoderLayer) else _OF_DECODERS
+        names, children = _NAMES[len(kinds)], layer._modules
         streams.checked = (
             children.keys() - {"activation"} == names  # which is tested where it is used
             and layer.__dict__.keys().isdisjoint(names)
             and not in_class(type(layer), names)  # type: ignore[arg-type]
-            and all(_is_plain(children[name], name, x) for name in names)
+            and not has_any_global_hook()
+            and all(_is_plain(children[name], kind, x) for name, kind in kinds.items())
         )
     return streams
 
@@ -83,19 +99,18 @@ def has_low_residual(module: nn.Module) -> bool:
     return module.__dict__.get("autocast_residual", False) and torch._C._is_any_autocast_enabled()
 
 
-def _is_plain(child: nn.Module | None, name: str, x: Tensor) -> bool:
-    """Whether a layer's child `name` may be part of its ops on inputs like x."""
-    if child is None:
+def _is_plain(child: nn.Module | None, kind: tuple[type[nn.Module], ...], x: Tensor) -> bool:
+    """Whether a layer's child of a kind may be part of its ops on inputs like x."""
+    if child is None or not has_its_own_forward(child, *kind):
         return False
-    if name.startswith("norm"):
-        return can_fuse(child, x) and _has_sizes(child, child.normalized_shape, x)
-    if name.startswith("dropout"):
-        return is_unmodified(child, nn.Dropout) and 0.0 <= active_p(child) <= 1.0
-    if name.startswith("linear"):
-        return is_unmodified(child, nn.Linear) and _has_sizes(
-            child, (child.out_features, child.in_features), x
-        )
-    return is_unmodified(child, *attention_classes("multihead_attn")) and is_plain(child, x)
+    if kind is _DROPOUTS:
+        return 0.0 <= active_p(child) <= 1.0
+    if kind is _NORMS:
+        shape = child.normalized_shape
+        return shape == x.shape[-1:] and is_valid_eps(child.eps) and _has_sizes(child, shape, x)
+    if kind is _LINEARS:
+        return _has_sizes(child, (child.out_features, child.in_features), x)
+    return is_plain(child, x)
 
 
 def _has_sizes(child: Any, sizes: Any, x: Tensor) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules.module import _has_any_global_hook as has_any_global_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fastattn import functional
@@ -46,19 +46,25 @@ def savable(*inputs: Tensor) -> tuple[Tensor, ...]:
     return tuple(copies[id(x)] for x in inputs)
 
 
-def is_unmodified(module: nn.Module, *classes: type[nn.Module]) -> bool:
-    """Whether calling `module` does exactly what its class, one of `classes`, defines."""
-    if (
-        type(module) not in classes
-        or module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in (state := module.__dict__)
+def has_its_own_forward(module: nn.Module, *classes: type[nn.Module]) -> bool:
+    """Whether calling `module` runs the forward of its class, one of `classes`, and nothing else,
+    apart from hooks of all modules.
+    """
+    state = module.__dict__
+    return type(module) in classes and not (
+        state["_forward_hooks"]
+        or state["_forward_pre_hooks"]
+        or state["_backward_hooks"]
+        or state["_backward_pre_hooks"]
+        or "forward" in state
         or "weight" in state  # in place of the parameter
         or "bias" in state
-        or _has_any_global_hook()
-    ):
+    )
+
+
+def is_unmodified(module: nn.Module, *classes: type[nn.Module]) -> bool:
+    """Whether calling `module` does exactly what its class, one of `classes`, defines."""
+    if not has_its_own_forward(module, *classes) or has_any_global_hook():
         return False
     for parameter in module._parameters.values():
         if (

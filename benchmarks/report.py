@@ -162,7 +162,7 @@ def table(grid: Grid) -> list[Block]:
 
 
 def _kernel_table(grid: Grid) -> list[Block]:
-    """Of models: milliseconds of a step and of its kernels by kind."""
+    """Milliseconds of a step of a model, and of its kernels by kind."""
     found = [r for r in grid.rows if r.get("kernel_ms")]
     kinds = dict.fromkeys(kind for r in found for kind in r["kernel_ms"])
     lines = []

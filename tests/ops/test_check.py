@@ -523,7 +523,7 @@ def pretended_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
 
 
 def _passed() -> frozenset[tuple[str, str, str]]:
-    """Of what this user recorded."""
+    """The records of this user."""
     return frozenset(key for key in _verified.recorded(CUDA)[0] if key[1] == "cpu")
 
 

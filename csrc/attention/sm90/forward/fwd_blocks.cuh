@@ -1,6 +1,6 @@
-// What is done to a block of scores besides the products: lengths, causal masks, windows and
-// dropout; dense masks, whose metadata, loaded with K, say whether this warpgroup's scores change
-// and which keys are dead; a soft cap and a bias by distance. Last, the blocks of keys of a tile,
+// Operations on a block of scores besides the products: lengths, causal masks, windows and dropout;
+// dense masks, whose metadata, loaded with K, say whether this warpgroup's scores change and which
+// keys are dead; a soft cap and a bias by distance. Then the loop over the blocks of keys of a tile,
 // last one first: two classes with the same functions, of which a kernel uses one.
 #pragma once
 

@@ -57,7 +57,7 @@ class EagerCall {
     END_HANDLE_TH_ERRORS
   }
 
-  // Whether the arguments have exactly the types of the schema; pushes them if so.
+  // Pushes the arguments, and returns whether all have exactly the types of the schema.
   bool push(torch::jit::Stack& stack, PyObject* const* args, Py_ssize_t count) const {
     if (count != static_cast<Py_ssize_t>(kinds_.size())) {
       return false;
@@ -76,6 +76,8 @@ class EagerCall {
         stack.emplace_back(PyFloat_AS_DOUBLE(x));
       } else if (kind == c10::TypeKind::BoolType && PyBool_Check(x)) {
         stack.emplace_back(x == Py_True);
+      } else if (kind == c10::TypeKind::StringType && PyUnicode_CheckExact(x)) {
+        stack.emplace_back(THPUtils_unpackString(x));
       } else {
         return false;
       }

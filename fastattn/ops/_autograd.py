@@ -133,6 +133,14 @@ def differentiable(
     """
     derivative = Derivative(forward, backward, **options)
     _DERIVATIVES.append(derivative)
+
+    def first_call(*args: Any) -> Any:  # in inference mode no kernel at an Autograd key runs
+        _register_nodes()
+        if forward.eager is first_call:  # there is no extension
+            forward.eager = forward.default
+        return forward.eager(*args)
+
+    forward.eager = first_call
     second = _second_derivative(backward, backward_maths)
     for overload in ("", ".backend"):
         LIBRARY.impl(forward.name + overload, _first_kernel(derivative, overload), "Autograd")
@@ -162,8 +170,8 @@ _registered = False
 
 
 def _register_nodes() -> bool:
-    """Registers the C++ nodes, if the extension is available. They take precedence over the
-    derivatives in Python. Returns whether this call registered them.
+    """Registers the C++ nodes and the calls of eager code, if the extension is available. The nodes
+    take precedence over the derivatives in Python. Returns whether this call registered them.
     """
     global _registered
     with _registering:

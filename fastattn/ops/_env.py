@@ -10,6 +10,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -76,9 +77,14 @@ def record_folder() -> Path | None:
 
 def library_file(name: str, folder: Path) -> Path:
     """A native library's file: the one in `folder`, or that of the same name which FASTATTN_LIBRARY
-    names, such as another build of it.
+    names, such as another build of it; raises ValueError if there is none.
     """
-    other = Path(os.environ.get(LIBRARY_VARIABLE, ""))
+    if not (named := os.environ.get(LIBRARY_VARIABLE)):
+        return folder / name
+    other = Path(named)
+    if not (re.fullmatch(r"_C_(cpu|cuda|sm90)\.abi3\.so", other.name) and other.is_file()):
+        wanted = "the file of another build of _C_cpu.abi3.so, _C_cuda.abi3.so or _C_sm90.abi3.so"
+        raise ValueError(f"{LIBRARY_VARIABLE} must name {wanted}, got {other}")
     return other if other.name == name else folder / name
 
 

@@ -39,6 +39,13 @@ def digest(backend: str) -> str:
     return f"{code}-{_digest_of_modules(backend)}"
 
 
+def identified(backend: str) -> bool:
+    """Whether `digest` tells a backend's kernels from others: its library has the digest of its
+    sources, or there is none.
+    """
+    return built(backend) is not None or not library(backend).is_file()
+
+
 def library(backend: str) -> Path:
     return _env.library_file(f"_C_{backend}.abi3.so", _PACKAGE)
 
@@ -95,10 +102,13 @@ def file_name(architecture: str, backend: str) -> str:
 
 
 def files(folder: Path, architecture: str = "*") -> list[Path]:
-    """The records in a folder; raises ValueError if it is a file."""
-    if folder.is_file():
-        raise ValueError(f"{_env.RECORD_VARIABLE} must name a folder, got the file {folder}")
-    return sorted(folder.glob(file_name(architecture, "*")))
+    """The records in a folder; raises ValueError if it is a file or cannot be read."""
+    try:
+        if folder.is_file():
+            raise ValueError(f"{_env.RECORD_VARIABLE} must name a folder, got the file {folder}")
+        return sorted(folder.glob(file_name(architecture, "*")))
+    except OSError as error:
+        raise ValueError(f"{_env.RECORD_VARIABLE} must name a readable folder: {error}") from None
 
 
 def read(file: Path) -> dict[str, Any]:
@@ -106,7 +116,8 @@ def read(file: Path) -> dict[str, Any]:
     try:
         record = dict(json.loads(file.read_text()))
         found = [(entry["op"], entry["dtype"], entry["status"]) for entry in record["kernels"]]
-        if "digest" not in record or {status for *_, status in found} - {"passed", "failed"}:
+        words = all(isinstance(x, str) for entry in found for x in entry)
+        if "digest" not in record or not words or {x[2] for x in found} - {"passed", "failed"}:
             raise ValueError("it needs a digest, and entries whose status is passed or failed")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} must be a record of `fastattn check --record`: {error}") from None
@@ -133,7 +144,9 @@ def recorded(device: torch.device) -> tuple[frozenset[Kernel], frozenset[Kernel]
                 backend = file.stem.removeprefix(f"{architecture}-")
                 record = read(file)
                 # README.md beside the shipped records says what no digest means.
-                if record["digest"] is None or record["digest"] == digest(backend):
+                if record["digest"] is None or (
+                    record["digest"] == digest(backend) and identified(backend)
+                ):
                     for entry in record["kernels"]:
                         if entry["status"] == "passed" or folder != SHIPPED:
                             found[entry["status"]].add((entry["op"], backend, entry["dtype"]))

@@ -40,9 +40,10 @@ def applies_to(device: torch.device, backend: str, isa: str | None = None) -> st
 def kernels(backend: str) -> str:
     """A digest of the code that rows of a backend depend on: the ops and the backend's library."""
     digest = hashlib.sha256()
-    for file in (*sorted(_PACKAGE.glob("ops/**/*.py")), _verified.library(backend)):
+    files = {file.relative_to(_PACKAGE).as_posix(): file for file in _PACKAGE.glob("ops/**/*.py")}
+    for name, file in sorted((files | {"library": _verified.library(backend)}).items()):
         if file.is_file():
-            digest.update(f"{file.relative_to(_PACKAGE).as_posix()}\0".encode())
+            digest.update(f"{name}\0".encode())
             digest.update(file.read_bytes())
     return digest.hexdigest()
 

@@ -36,6 +36,11 @@ def check_recordable(options: argparse.Namespace, device: torch.device) -> None:
         raise ValueError(f"{_env.RECORD_VARIABLE} must name a folder to record in, got ''")
     for file in _verified.files(folder):  # raises now if one is invalid
         _verified.read(file)
+    for backend in ("sm90", "cuda"):
+        if not _verified.identified(backend):
+            raise ValueError(
+                f"{_verified.library(backend)} must have the digest of its sources: build it again"
+            )
 
 
 def record(rows: Sequence[Row], device: torch.device) -> str:
@@ -114,7 +119,7 @@ def machine_code(library: Path) -> dict[str, str]:
     if program is None or not library.is_file():
         return {}
     command = [program, "-sass", str(library)]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    text = subprocess.run(command, capture_output=True, text=True).stdout  # empty if it fails
     bodies: dict[str, list[str]] = {}  # a kernel may be in several objects
     for binary in re.split(r"^arch = ", text, flags=re.MULTILINE)[1:]:
         head, *functions = re.split(r"^\s*Function : (\S+)\n", binary, flags=re.MULTILINE)

@@ -5,10 +5,10 @@ code, without a GPU.
 
 Builds the libraries in a source tree (minutes) and compares the machine code of every kernel, as
 cuobjdump prints it, with that of the records in `fastattn/ops/verified`. Where all of it is equal,
-the record gets the digest of the new sources. This says nothing about host code: after a change of
-bindings, launchers in C++, workspaces or plans, run `python -m fastattn.testing.instances` on a GPU
-as well. A record is left as it is if launchers in Python or the compiler differ. Exit code 1 if a
-record was not carried over.
+the record gets the digest of the new sources. This says nothing about constants in memory, nor
+about host code: after a change of bindings, launchers in C++, workspaces or plans, run
+`python -m fastattn.testing.instances` on a GPU as well. A record is left as it is if launchers in
+Python or the compiler differ. Exit code 1 if a record was not carried over.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from fastattn.ops import _verified
+from fastattn.ops import _env, _verified
 from fastattn.testing import lines, record
 
 _LIBRARIES = ("sm90", "cuda")
@@ -69,6 +69,8 @@ def main(arguments: list[str] | None = None) -> int:
     root = _verified.SHIPPED.parents[2]
     if unknown := set(libraries) - set(_LIBRARIES):
         parser.error(f"LIBRARY must be {' or '.join(_LIBRARIES)}, got {', '.join(unknown)}")
+    if os.environ.get(_env.LIBRARY_VARIABLE):
+        parser.error(f"{_env.LIBRARY_VARIABLE} must not be set: what is built here is compared")
     if not (root / "setup.py").is_file() or record.cuobjdump() is None:
         parser.error("a source tree with setup.py, nvcc and cuobjdump (Triton has one) are needed")
     build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]

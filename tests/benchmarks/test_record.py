@@ -27,6 +27,7 @@ from benchmarks.op_benchmark import OpBenchmark
 from fastattn.ops import _env, _verified
 from fastattn.ops.attention import spec_workloads
 from fastattn.ops.attention.spec_workloads import padded_workload
+from fastattn.testing import lines
 from fastattn.testing.spec import Workload
 
 CPU = torch.device("cpu")
@@ -184,7 +185,16 @@ def test_rounds_of_builds_alternate() -> None:
 def test_another_library_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of the package's of the same name; what has passed with that is not verified."""
     monkeypatch.setenv(_env.LIBRARY_VARIABLE, str(other := tmp_path / "_C_sm90.abi3.so"))
+    for wrong in (other, tmp_path / "_C_sm90.so"):
+        monkeypatch.setenv(_env.LIBRARY_VARIABLE, str(wrong))
+        with pytest.raises(ValueError, match=f"FASTATTN_LIBRARY must name .*, got {wrong}"):
+            _env.library_file("_C_cpu.abi3.so", tmp_path)
+        (tmp_path / "_C_sm90.so").touch()
+    other.touch()
+    monkeypatch.setenv(_env.LIBRARY_VARIABLE, str(other))
     assert _env.library_file("_C_cpu.abi3.so", tmp_path / "package").parent.name == "package"
+    assert lines.kernels.__wrapped__("sm90") != lines.kernels.__wrapped__("cuda")
+    assert not _verified.identified("sm90")
     digests = set()
     for build in (b"one, nvcc 13.0", b"two, nvcc 13.0", b"two, nvcc 12.8"):
         other.write_bytes(b"fastattn sources %b\0" % build)

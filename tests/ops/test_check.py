@@ -516,6 +516,7 @@ def pretended_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
     monkeypatch.setattr(_env, "architecture", lambda *_: "sm_90")
     monkeypatch.setattr(_env, "why_not_on", lambda backend, device: None)
     monkeypatch.setattr(_env, "device_name", lambda device: "a GPU")
+    monkeypatch.setattr(_verified, "identified", lambda backend: True)  # as GPU libraries are
     monkeypatch.setattr(check, "_check_cases", lambda cases, *_: enumerate(map(on_cpu, cases)))
     _verified.recorded.cache_clear()
     yield folder / "sm_90-cpu.json"

@@ -249,9 +249,22 @@ def test_records_ship_with_the_package(
     own.unlink()
     record(op.name, "triton", status="failed")
     assert chosen() == "reference"
-    own.write_text("[]")
-    assert chosen() == "reference"
-    assert "no kernel is taken as verified" in caplog.text
+    for unreadable in (
+        "[]",
+        '{"digest": null, "kernels": [{"op": [], "dtype": "", "status": ""}]}',
+    ):
+        own.write_text(json.dumps(unreadable))
+        caplog.clear()
+        assert chosen() == "reference"
+        assert "no kernel is taken as verified" in caplog.text
+
+    def denied(folder: Path) -> bool:
+        raise PermissionError(f"Permission denied: '{folder}'")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "is_file", denied)
+        assert chosen() == "reference"
+    assert "FASTATTN_RECORD must name a readable folder: Permission denied" in caplog.text
     monkeypatch.setenv(_env.RECORD_VARIABLE, "")
     assert chosen() == "triton"
     found = json.loads(shipped.read_text())

@@ -41,8 +41,8 @@ constexpr int kTileSums = kMaxLanes * (kTileDistances + kMaxLanes) + kMaxLanes;
 // Largest number of queries, in all heads that share keys, that are computed without packing keys.
 // One query of each head never packs them (decode.h; with AVX-512 not measured).
 constexpr int kFewRows = 8;
-// Keys up to which delta is computed from the weights in half precision: out's rounding error shows
-// where gradients vanish in theory, as in rows with one key.
+// Largest number of keys for which delta is computed from the weights in half precision: the
+// rounding error of out shows where gradients vanish in theory, as in rows with one key.
 constexpr int kFewKeys = 4;
 // Keys of a split for few queries. Where one worker computes all splits, it combines them in the
 // same way, so that the bits are the same.
@@ -168,9 +168,10 @@ struct Problem {
   bool is_few(const Sequence& s) const { return is_few(s.queries, s.keys); }
   // Whether those of all sequences are.
   bool all_few() const { return queries == 1 || (!cu_seqlens_q && is_few(queries, keys)); }
-  // Whether no row of the sequence may attend more than kFewKeys keys, by its size and the window.
+  // Whether no row of the sequence may attend more than kFewKeys keys, by its length and the window.
   bool has_few_keys(const Sequence& s) const {
-    return s.keys <= kFewKeys || int64_t{window_left} + window_right < kFewKeys;
+    const int length = key_lengths.stride == 0 ? key_lengths.at(s.b, s.keys) : s.keys;
+    return length <= kFewKeys || int64_t{window_left} + window_right < kFewKeys;
   }
   int64_t row_tiles() const { return ceil_div(queries, kTileRows); }
   // Rows of a tile in the workspace, even; few if there are few queries.

@@ -63,7 +63,12 @@ attention_with_weights_bwd_unsupported = attention_with_weights_fwd_unsupported
 
 def _has_few_keys(call: BackwardCall) -> bool:
     left, right = call.window_left, 0 if call.causal else call.window_right
-    return call.k.shape[2] <= _FEW_KEYS or (min(left, right) >= 0 and left + right < _FEW_KEYS)
+    lengths = call.key_lengths
+    return (
+        call.k.shape[2] <= _FEW_KEYS
+        or (lengths is not None and bool((lengths <= _FEW_KEYS).any()))
+        or (min(left, right) >= 0 and left + right < _FEW_KEYS)
+    )
 
 
 def attention_bwd_uses_lse(call: BackwardCall) -> bool:

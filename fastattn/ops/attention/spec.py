@@ -75,7 +75,7 @@ _LARGE_LSE = frozenset((
 ))  # fmt: skip
 _LARGE_SCORES = frozenset(("exact_1e9", "exact_1e10"))
 # Gradients that almost vanish: `sm90` computes delta from the rounded out.
-_VANISHING = frozenset(("two_keys", "one_key_bias"))
+_VANISHING = frozenset(("two_keys", "two_keys_padded", "one_key_bias"))
 
 
 def _s(name: str, reason: str, *tags: str, **options: Any) -> Sample:
@@ -155,6 +155,8 @@ SAMPLES = (
     _s("one_key", "every weight is 1", M=63, N=1, D=16),
     _s("two_keys", "gradients that almost vanish show out's rounding in delta", B=8, H=4, K=2, M=1,
        N=2, D=24, E=40, scale=-0.5),
+    _s("two_keys_padded", "the same for lengths of two keys", B=8, H=4, K=2, M=1, N=9, D=24, E=40,
+       scale=-0.5, key_lengths=[2] * 8),
     _s("one_key_bias", "as two_keys, for one key and a bias by distance", H=4, K=2, M=33, N=1,
        D=33, causal="bottom_right", alibi="BH", dropout_p=0.1),
     _s("odd_sizes", "no tile divides them", M=257, N=127, D=40),

@@ -190,14 +190,11 @@ def attention_bwd(call: BackwardCall) -> _Gradients:
 def _padded_bwd(call: BackwardCall, first: int, dweights: Tensor | None) -> _Gradients:
     """dweights: the gradient of the weights after dropout, [B, H, M, N]."""
     needs = call.needs
-    dsinks = None
-    if needs[5] and call.sinks is not None:
-        delta = None if call.dout is None else _delta(call.dout, call.out, call.lse)
-        dsinks = _dsinks(delta, call.dlse, call.lse, call.sinks)
     if _is_empty(call):
         inputs = (call.q, call.k, call.v, call.mask, call.distance_bias)
         pairs = zip(inputs, needs[:5], strict=True)
-        return (*(None if x is None or not n else torch.zeros_like(x) for x, n in pairs), dsinks)
+        zeros = [None if x is None or not n else torch.zeros_like(x) for x, n in pairs]
+        return (*zeros, _dsinks(None, call.dlse, call.lse, call.sinks) if needs[5] else None)
     needs_dmask = needs[3] and call.mask is not None
     needs_dbias = needs[4] and call.distance_bias is not None
     fused = attention_bwd_uses_lse(call) and dweights is None
@@ -209,16 +206,17 @@ def _padded_bwd(call: BackwardCall, first: int, dweights: Tensor | None) -> _Gra
         dout = (zero_unsafe if fused else zero_dead)(t.live_rows, dout)
         dlse = None if dlse is None else torch.where(rows, dlse, 0)
         lse = torch.where(rows, lse, math.inf)
-    dmask = dbias = None
+    dmask = dbias = delta = None
     if fused:
         dq, dk, dv = _fused_bwd(t, call.out, lse, dout, dlse)
+        if needs[5] and call.dout is not None:
+            delta = _delta(call.dout, call.out, call.lse)
     else:
         dq, dk, dv, ds, delta = _products_bwd(t, call, first, dout, dlse, dweights)
-        if dsinks is not None and call.sinks is not None:
-            dsinks = _dsinks(delta, call.dlse, call.lse, call.sinks)
         if needs_dmask and call.mask is not None:
             dmask = ds.sum_to_size(call.mask.shape).to(call.mask.dtype)
         dbias = sum_by_distance(call, ds) if needs_dbias else None
+    dsinks = _dsinks(delta, call.dlse, call.lse, call.sinks) if needs[5] else None
     dq = dq if t.sign > 0 else dq * t.sign
     found = (dq, dk, dv, dmask, dbias, dsinks)
     return tuple(x if n else None for x, n in zip(found, needs, strict=True))
@@ -228,10 +226,14 @@ def _delta(dout: Tensor, out: Tensor, lse: Tensor) -> Tensor:
     return (dout.to(lse.dtype) * out).sum(-1)
 
 
-def _dsinks(delta: Tensor | None, dlse: Tensor | None, lse: Tensor, sinks: Tensor) -> Tensor:
-    """[H]. A row without an allowed key has out 0, and the sink or -inf as lse. delta: the sum of
-    each row's weights times their gradients.
+def _dsinks(
+    delta: Tensor | None, dlse: Tensor | None, lse: Tensor, sinks: Tensor | None
+) -> Tensor | None:
+    """[H], None without sinks. A row without an allowed key has out 0, and the sink or -inf as lse.
+    delta: the sum of each row's weights times their gradients.
     """
+    if sinks is None:
+        return None
     sink, row = sinks[:, None], torch.zeros_like(lse)
     if delta is not None:
         row = delta.masked_fill(lse <= sink, 0.0)  # where dout may be NaN

@@ -1,7 +1,7 @@
-// Operations on a block of scores besides the products: lengths, causal masks, windows and dropout;
-// dense masks, whose metadata, loaded with K, say whether this warpgroup's scores change and which
-// keys are dead; a soft cap and a bias by distance. Then the loop over the blocks of keys of a tile,
-// last one first: two classes with the same functions, of which a kernel uses one.
+// Operations on a block of scores besides the products: lengths, causal masks, windows and
+// dropout; dense masks, whose metadata, loaded with K, say whether this warpgroup's scores change
+// and which keys are dead; a soft cap and a bias by distance. Then the loop over the blocks of keys
+// of a tile, last one first: two classes with the same functions, of which a kernel uses one.
 #pragma once
 
 #include "attention/sm90/forward/fwd_part.cuh"

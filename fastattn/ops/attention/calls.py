@@ -153,3 +153,17 @@ def why_no_weights(call: Any) -> str | None:
 def why_no_pages(call: BackwardCall) -> str | None:
     """Why no backend but the reference computes gradients of a paged call, or None."""
     return None if call.block_table is None else "has no gradients with block_table"
+
+
+# Largest number of keys for which the CPU backends compute delta from the weights in half precision
+# (kFewKeys of csrc/attention/cpu/problem.h).
+FEW_KEYS = 4
+
+
+def has_few_keys(call: BackwardCall) -> bool:
+    """Whether a padded call in half precision has sequences of so few keys, on a CPU by lengths."""
+    lengths = call.key_lengths
+    return call.q.dtype.itemsize < 4 and (
+        call.k.shape[2] <= FEW_KEYS
+        or (lengths is not None and lengths.is_cpu and bool((lengths <= FEW_KEYS).any()))
+    )

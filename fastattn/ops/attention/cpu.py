@@ -11,9 +11,11 @@ import torch
 
 from fastattn.ops import _native
 from fastattn.ops.attention.calls import (
+    FEW_KEYS,
     AnyCall,
     BackwardCall,
     ForwardCall,
+    has_few_keys,
     why_call_unsupported,
     why_no_pages,
     why_no_weights,
@@ -22,8 +24,7 @@ from fastattn.ops.attention.calls import (
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LEAST_PAGE = 16
 _MAX_POSITIONS = 2**28  # the kernels compute sums of positions in 32 bits
-# No less rows and keys, and no larger lse than in the kernels.
-_FEW_ROWS, _FEW_KEYS, _LARGE_LSE = 8, 4, 2800.0
+_FEW_ROWS, _LARGE_LSE = 8, 2800.0  # no less rows and no larger lse than in the kernels
 
 
 def unavailable() -> str | None:
@@ -61,22 +62,14 @@ def attention_with_weights_fwd_unsupported(call: Any) -> str | None:
 attention_with_weights_bwd_unsupported = attention_with_weights_fwd_unsupported
 
 
-def _has_few_keys(call: BackwardCall) -> bool:
-    left, right = call.window_left, 0 if call.causal else call.window_right
-    lengths = call.key_lengths
-    return (
-        call.k.shape[2] <= _FEW_KEYS
-        or (lengths is not None and bool((lengths <= _FEW_KEYS).any()))
-        or (min(left, right) >= 0 and left + right < _FEW_KEYS)
-    )
-
-
 def attention_bwd_uses_lse(call: BackwardCall) -> bool:
     """The gradient of a mask may be computed for weights whose sum is 1. The weights of few rows
     (kFewRows), of few keys in half precision (kFewKeys) and of rows with a large lse (kLargeLse)
     always are.
     """
-    if call.q.dtype.itemsize < 4 and _has_few_keys(call):
+    left, right = call.window_left, 0 if call.causal else call.window_right
+    narrow = call.q.dtype.itemsize < 4 and min(left, right) >= 0 and left + right < FEW_KEYS
+    if narrow or has_few_keys(call):
         return False
     rows = call.q.shape[2] * call.q.shape[1] // max(1, call.k.shape[1])
     has_large = (call.lse.nan_to_num(neginf=0.0).abs() > _LARGE_LSE).any()

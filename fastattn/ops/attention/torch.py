@@ -32,6 +32,7 @@ from fastattn.ops.attention.calls import (
     BackwardCall,
     CausalKind,
     ForwardCall,
+    has_few_keys,
     why_call_unsupported,
     why_no_pages,
     why_no_weights,
@@ -64,7 +65,6 @@ _Gradients = tuple[Tensor | None, ...]
 # weights noticeably, so forward and backward must compute them in the same way. Checked on the CPU
 # only.
 _HUGE = 1e6
-_FEW_KEYS = 4
 
 
 def _is_empty(call: AnyCall) -> bool:
@@ -176,11 +176,10 @@ def attention_bwd_uses_lse(call: BackwardCall) -> bool:
     """True for the fused kernels; products compute the softmax again. The kernels compute delta
     from the rounded out, whose error shows where gradients vanish in theory, as with one key.
     """
-    few_keys = call.q.dtype.itemsize < 4 and call.k.shape[2] <= _FEW_KEYS
     needs_scores = (call.needs[3] and call.mask is not None) or (
         call.needs[4] and call.distance_bias is not None
     )
-    return is_fused(call) and not (few_keys or needs_scores or _has_huge_scores(call))
+    return is_fused(call) and not (has_few_keys(call) or needs_scores or _has_huge_scores(call))
 
 
 def attention_bwd(call: BackwardCall) -> _Gradients:

@@ -1,6 +1,7 @@
 // The arguments of an attention call, the same in both directions and in all libraries.
 #pragma once
 
+#include <algorithm>
 #include <optional>
 #include <string>
 
@@ -17,6 +18,11 @@ inline const std::string kCallSchema =
     "int max_seqlen_k, Tensor? distance_bias, Tensor? sinks, float softcap, int causal, int "
     "window_left, int window_right, float scale, float dropout_p, Tensor? dropout_seed, "
     "int dropout_stream, Tensor? block_table";
+// The place of a field in it.
+inline int place_of(const std::string& field) {
+  const auto end = kCallSchema.begin() + static_cast<ptrdiff_t>(kCallSchema.find(" " + field));
+  return static_cast<int>(std::count(kCallSchema.begin(), end, ','));
+}
 struct Call {
   Arguments& from;
   Tensor q = from.tensor(), k = from.tensor(), v = from.tensor();

@@ -311,8 +311,7 @@ inline void clear_rows(DType type, const TensorView& x, int64_t heads, int64_t f
 // Workspace up to this size is on the stack.
 constexpr int64_t kLocalFloats = 2048;
 
-// Places in kCallSchema.
-constexpr int kCuSeqlensQ = 7, kBlockTable = 21;
+inline const int kCuSeqlensQ = place_of("cu_seqlens_q"), kBlockTable = place_of("block_table");
 
 // Whether the kernels support a call, which begins at q. Wrong numbers of dimensions raise later.
 inline bool is_supported(const StableIValue* call, bool has_pages) {

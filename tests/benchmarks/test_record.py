@@ -113,15 +113,15 @@ def test_peers_come_as_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (folder := tmp_path / "wheels").mkdir()
     (target := tmp_path / "target").mkdir()
     _wheel(folder, "plain_kernels")
-    packed = _wheel(folder, "packed_kernels")
+    packed = _wheel(folder, "compressed_kernels")
     Path(f"{packed}.xz").write_bytes(lzma.compress(packed.read_bytes()))
     packed.unlink()
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("PYTHONPATH", "before")
     monkeypatch.setenv("LD_LIBRARY_PATH", "")
-    assert not can_import("packed_kernels.norms")
+    assert not can_import("compressed_kernels.norms")
     record.install(folder, target)
-    assert can_import("plain_kernels.norms") and can_import("packed_kernels.norms")
+    assert can_import("plain_kernels.norms") and can_import("compressed_kernels.norms")
     assert os.environ["PYTHONPATH"] == f"{target}{os.pathsep}before"
     assert len(os.environ["LD_LIBRARY_PATH"].split(os.pathsep)) == 2
     with pytest.raises(ValueError, match="--peers must be a folder of wheels, got"):

@@ -168,7 +168,8 @@ struct Problem {
   bool is_few(const Sequence& s) const { return is_few(s.queries, s.keys); }
   // Whether those of all sequences are.
   bool all_few() const { return queries == 1 || (!cu_seqlens_q && is_few(queries, keys)); }
-  // Whether no row of the sequence may attend more than kFewKeys keys, by its length and the window.
+  // Whether no row of the sequence may attend more than kFewKeys keys, by its length and the
+  // window.
   bool has_few_keys(const Sequence& s) const {
     const int length = key_lengths.stride == 0 ? key_lengths.at(s.b, s.keys) : s.keys;
     return length <= kFewKeys || int64_t{window_left} + window_right < kFewKeys;

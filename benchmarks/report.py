@@ -397,7 +397,7 @@ def verified() -> Table:
             key = architecture, f"`{backend}`", ", ".join(found), f"{status}: {', '.join(where)}"
             ops.setdefault(key, []).append(f"`{op}`")
     lines = tuple((gpu, by, ", ".join(names), *rest) for (gpu, by, *rest), names in ops.items())
-    return Table(("GPU", "kernels", "of", "in", "whole suite"), lines)
+    return Table(("architecture", "backend", "ops", "dtypes", "equivalence suite"), lines)
 
 
 _BEGIN, _END = "<!-- figures: begin -->\n", "<!-- figures: end -->\n"

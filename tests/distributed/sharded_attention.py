@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastattn.distributed import context_parallel_attention, shard_sequence, unshard_sequence
+from fastattn.ops.attention.calls import FEW_KEYS
 from fastattn.ops.attention.spec import SPECS
 from fastattn.ops.attention.spec_inputs import make_inputs
 from fastattn.testing.oracle import Oracle, output_gradients
@@ -73,11 +74,13 @@ def random_sample(seed: int) -> tuple[Sample, dict[str, Any]]:
 def check(given: Sample, dtype: torch.dtype, judge: int, **layout: Any) -> None:
     """Compares results and gradients with the error budget, on the process `judge` modulo P. In
     half precision the gradients of scores carry the rounding errors of the results of chunks, so
-    only those of q, k and v are compared.
+    only those of q, k and v are compared; of chunks of few keys, whose results are computed again,
+    only that of v.
     """
-    if dtype.itemsize == 2:
-        given = dataclasses.replace(given, gradients=("q", "k", "v"))
     inputs = given.inputs("cpu", dtype)
+    if dtype.itemsize == 2:
+        few = inputs["k"].shape[2] <= FEW_KEYS * dist.get_world_size()
+        given = dataclasses.replace(given, gradients=("v",) if few else ("q", "k", "v"))
     q, v = inputs["q"], inputs["v"]
     lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(dtype, torch.float32))
     outputs = (q.new_zeros(*q.shape[:3], v.shape[3]), lse.zero_())

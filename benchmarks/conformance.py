@@ -11,14 +11,16 @@ import argparse
 import re
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from benchmarks.implementations import can_import, package_version
+from benchmarks.implementations import needs_package, package_version, peers
 from fastattn.ops import _env
 from fastattn.testing import Report, check_implementation, lines
 from fastattn.testing.report import status_counts
@@ -44,6 +46,44 @@ IMPLEMENTATIONS = {
     "F.rms_norm": ("rms_norm", "torch_ops:rms_norm", ""),
     "F.linear": ("linear", "torch_ops:linear", ""),
 }  # fmt: skip
+# On a GPU, besides the peers of the benchmarks that run on GPUs alone.
+ON_GPU = {
+    "scaled_dot_product_attention, cuDNN backend": ("attention", "sdpa:sdpa_cudnn", ""),
+    "scaled_dot_product_attention, flash backend": ("attention", "sdpa:sdpa_flash", ""),
+    "scaled_dot_product_attention, efficient backend, dense mask": (
+        "attention", "sdpa:sdpa_efficient", "",
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """function: its path, as `check_implementation` takes it. package: the one it needs besides
+    torch.
+    """
+
+    name: str
+    op: str
+    function: str
+    unavailable: Callable[[], str | None]
+    package: str
+    version: Callable[[], str]
+
+
+def candidates(device_type: str) -> list[Candidate]:
+    """What is checked on a kind of device."""
+    found = []
+    for name, (op, function, package) in (IMPLEMENTATIONS | ON_GPU).items():
+        if device_type == "cuda" or name in IMPLEMENTATIONS:
+            unavailable = needs_package(package, package or "torch")
+            version = partial(package_version, package or "torch")
+            path = f"benchmarks.peers.{function}"
+            found.append(Candidate(name, op, path, unavailable, package, version))
+    for peer in peers():
+        if peer.function and peer.device_types == (device_type,):
+            about = (peer.ops[0], peer.function, peer.unavailable, peer.name, peer.version)
+            found.append(Candidate(f"{peer.name}, {peer.ops[0]}", *about))
+    return found
 
 
 def summary(name: str, report: Report, version: str) -> dict[str, Any]:
@@ -79,17 +119,20 @@ def summary(name: str, report: Report, version: str) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.conformance")
     parser.add_argument("--match", default="", metavar="REGEX", help="only names that match")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--out", type=Path, default=Path("build/conformance.jsonl"))
     options = parser.parse_args(arguments)
-    for name, (op, function, package) in IMPLEMENTATIONS.items():
+    for candidate in candidates(options.device):
+        name = candidate.name
         if not re.search(options.match, name):
             continue
-        if package and not can_import(package):
-            print(f"absent: {name} needs {package}", file=sys.stderr)
+        if absent := candidate.unavailable():
+            print(f"{name} {absent}", file=sys.stderr)
             continue
-        report = check_implementation(f"benchmarks.peers.{function}", op, device="cpu")
+        report = check_implementation(candidate.function, candidate.op, device=options.device)
         version = f"torch {torch.__version__}"
-        version += f", {package} {package_version(package)}" if package else ""
+        if package := candidate.package:
+            version += f", {package} {candidate.version()}"
         lines.append(options.out, [summary(name, report, version)])
         print(report.table(), end="\n\n", flush=True)
 

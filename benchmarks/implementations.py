@@ -61,6 +61,7 @@ class Implementation:
     directions: the directions that it supports.
     draws_dropout: has its own dropout bits, so it is checked with dropout off.
     ignores_query_lengths: rows beyond query_lengths are arbitrary, so they are not checked.
+    function: where it is a function with arguments of the public one: MODULE:NAME.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Implementation:
     directions: tuple[str, ...] = ("fwd", "bwd", "step", "decode")
     draws_dropout: bool = False
     ignores_query_lengths: bool = False
+    function: str = ""
 
     def why_unsupported(self, task: Task) -> str | None:
         missing = [n for n in SCORE_ARGUMENTS if n in task.inputs and n not in self.scores]
@@ -149,40 +151,79 @@ def weights_are_too_large(task: Task, copies: int) -> str | None:
     return f"stores {size:.0f} GiB of weights here" if size > limit else None
 
 
+def refusing(why: Callable[..., str | None]) -> Callable[..., Callable[..., Any]]:
+    """Decorates a function for `adapter`: a call raises NotImplementedError if `why` returns a
+    reason for its arguments, which are passed by name.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(**arguments: Any) -> Any:
+            if reason := why(**arguments):
+                raise NotImplementedError(reason)
+            return function(**arguments)
+
+        vars(call)["why"] = why
+        return call
+
+    return decorate
+
+
+def without_parameters(**arguments: Any) -> str | None:
+    """For `refusing`: required parameters that are None."""
+    missing = [name for name in ("weight", "bias") if arguments.get(name, ...) is None]
+    return f"needs {' and '.join(missing)}" if missing else None
+
+
 def adapter(
     name: str,
     op: str,
     function: Callable[..., Any],
     *,
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
+    prepare: Callable[[Inputs], Inputs] | None = None,
     **about: Any,
 ) -> Implementation:
     """A function or module with arguments of the public function, as the judge calls it. Which of
-    them it gets is found once. wrap: such as torch.compile. about: of `Implementation`.
+    them it gets, and whether it refuses them, is found once. wrap: such as torch.compile. prepare:
+    what is done once with its arguments. about: of `Implementation`.
     """
     spec, judged = all_specs()[op], Judged(name, function)
     judged.check_signature(op)
+    path = f"{function.__module__}:{getattr(function, '__name__', '')}"
+    why = getattr(function, "why", None)
+    function = inspect.unwrap(function) if why else function
 
     def build(task: Task) -> Forward:
         given = judged.arguments(spec, task.inputs)
         moving = [name for name, value in given.items() if value is task.inputs.get(name)]
         fixed = {name: value for name, value in given.items() if name not in moving}
         call = wrap(function)
+        layout = functools.partial(judged.arguments, spec)
+        if prepare is not None:
+            return _with_prepared_inputs(
+                lambda inputs: prepare(layout(inputs)), lambda ready: call(**ready)
+            )
         if any(isinstance(x, torch.Tensor) and x.is_floating_point() for x in fixed.values()):
             # Another layout of the data
-            layout = functools.partial(judged.arguments, spec)
             return _with_prepared_inputs(layout, functools.partial(Judged(name, call).call, spec))
         return lambda inputs: call(**{n: inputs[n] for n in moving}, **fixed)
 
     def unsupported(task: Task) -> str | None:
         try:
-            judged.arguments(spec, task.inputs)
+            given = judged.arguments(spec, task.inputs)
         except NotImplementedError as refusal:
             return str(refusal)
-        return None
+        return why(**given) if why else None
 
     return Implementation(
-        name, (op,), build, unsupported=unsupported, scores=SCORE_ARGUMENTS, **about
+        name,
+        (op,),
+        build,
+        unsupported=unsupported,
+        scores=SCORE_ARGUMENTS,
+        function=path,
+        **about,
     )
 
 

@@ -381,7 +381,11 @@ _CONVENTIONS = ("fresh memory", "rerun", "batch", "batch bits", "empty rows", "f
 
 def conformance() -> str:
     """What `benchmarks.conformance` found: counts of checks, and failures by sample."""
-    lines = (RESULTS / "conformance" / "cpu.jsonl").read_text().splitlines()
+    paths = sorted((RESULTS / "conformance").glob("*.jsonl"))
+    return "\n\n".join(_conformance_on(path.read_text().splitlines()) for path in paths)
+
+
+def _conformance_on(lines: list[str]) -> str:
     rows = [json.loads(line) for line in lines]
 
     def cell(row: dict[str, Any], kind: str) -> str:

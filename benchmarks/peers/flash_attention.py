@@ -20,14 +20,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.implementations import (
-    Forward,
     Implementation,
-    Task,
+    adapter,
     can_import,
     needs_package,
     package_version,
+    refusing,
 )
-from fastattn.testing.spec import Inputs
 
 _LIBRARY_VARIABLE = "FASTATTN_FA3_LIBRARY"
 _FA3_MODULES = ("flash_attn_3._C", "xformers.flash_attn_3._C")
@@ -35,64 +34,105 @@ _FA3_MODULES = ("flash_attn_3._C", "xformers.flash_attn_3._C")
 Attend = Callable[..., Any]
 
 
-# -- what they support -----------------------------------------------------------------------------
-def _unsupported(task: Task, *, widest: int, multiple: int, dropout: bool) -> str | None:
-    inputs = task.inputs
-    if task.dtype not in (torch.float16, torch.bfloat16):
-        return f"has no {task.dtype}"
-    if inputs.get("mask") is not None:
-        return "takes no mask"
-    if "key_lengths" in inputs:
-        return "takes packed sequences, not padded ones with lengths"
-    if inputs.get("dropout_p") and not dropout:
-        return "has no dropout"
-    if inputs["causal"] == "top_left" and inputs["q"].shape[-2] != inputs["k"].shape[-2]:
-        return "aligns causality with the bottom right"
-    if inputs["q"].shape[-1] > widest:
+# -- as functions of q, k and v --------------------------------------------------------------------
+def _why(
+    widest: int,
+    multiple: int,
+    dropout: bool,
+    *,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: Any = False,
+    window: Any = None,
+    dropout_p: float = 0.0,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    **_: Any,
+) -> str | None:
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        return f"has no {q.dtype}"
+    if q.shape[-1] != v.shape[-1]:
+        return "takes equal head dims"
+    if q.shape[-1] > widest:
         return f"has head dims up to {widest}"
-    if inputs["q"].shape[-1] % multiple:
+    if q.shape[-1] % multiple:
         return f"has head dims that are multiples of {multiple}"
-    return None
+    if dropout_p and not dropout:
+        return "has no dropout"
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        square = torch.equal(cu_seqlens_q, cu_seqlens_k)
+    else:
+        square = q.shape[2] == k.shape[2]
+        if causal == "bottom_right_lengths":
+            return "takes no diagonal that lengths define"
+    top_left = causal in (True, "top_left") or (window is not None and not causal)
+    return "aligns causality with the bottom right" if top_left and not square else None
 
 
-def _build(attend: Callable[[], Attend], task: Task) -> Forward:
-    run = attend()
-    packed = task.op == "attention_varlen"
+def _functions(
+    name: str, attend: Attend, *, multiple: int = 1, dropout: bool = False
+) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """Functions with arguments of `fastattn.attention`, and of `fastattn.attention_varlen`."""
+    limits = refusing(partial(_why, 256, multiple, dropout))
 
-    def forward(inputs: Inputs) -> Tensor:
-        heads = (0, 1) if packed else (1, 2)  # the two dimensions to transpose
-        out = run(
-            *(inputs[n].transpose(*heads) for n in ("q", "k", "v")),
-            bool(inputs["causal"]),
-            inputs.get("scale"),
-            inputs.get("window") or (-1, -1),
-            inputs.get("dropout_p", 0.0),
-            _packing(inputs) if packed else {},
-        )
-        return (out[0] if isinstance(out, tuple) else out).transpose(*heads)
+    def call(q: Any, k: Any, v: Any, causal: Any, scale: Any, window: Any, *rest: Any) -> Tensor:
+        out = attend(q, k, v, bool(causal), scale, window or (-1, -1), *rest)
+        return out[0] if isinstance(out, tuple) else out
 
-    return forward
+    @limits
+    def padded(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: Any = False,
+        scale: float | None = None,
+        window: Any = None,
+        dropout_p: float = 0.0,
+    ) -> Tensor:
+        rows = (x.transpose(1, 2) for x in (q, k, v))
+        return call(*rows, causal, scale, window, dropout_p, {}).transpose(1, 2)
 
+    @limits
+    def packed(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        *,
+        causal: Any = False,
+        scale: float | None = None,
+        window: Any = None,
+        dropout_p: float = 0.0,
+    ) -> Tensor:
+        packing = {
+            "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
+            "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k,
+        }  # fmt: skip
+        return call(q, k, v, causal, scale, window, dropout_p, packing)
 
-def _packing(inputs: Inputs) -> dict[str, Any]:
-    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-    return {name: inputs[name] for name in names}
+    padded.__name__, packed.__name__ = name, f"{name}_varlen"
+    return padded, packed
 
 
 # -- 2 ---------------------------------------------------------------------------------------------
-def _second() -> Attend:
+def _second(q, k, v, causal, scale, window, dropout_p, packing):  # type: ignore[no-untyped-def]
     from flash_attn import flash_attn_interface as library
 
-    def attend(q, k, v, causal, scale, window, dropout_p, packing):  # type: ignore[no-untyped-def]
-        call = library.flash_attn_varlen_func if packing else library.flash_attn_func
-        options = {"dropout_p": dropout_p, "softmax_scale": scale, "causal": causal}
-        return call(q, k, v, **packing, **options, window_size=window)
+    call = library.flash_attn_varlen_func if packing else library.flash_attn_func
+    options = {"dropout_p": dropout_p, "softmax_scale": scale, "causal": causal}
+    return call(q, k, v, **packing, **options, window_size=window)
 
-    return attend
+
+fa2, fa2_varlen = _functions("fa2", _second, dropout=True)
 
 
 # -- 3 ---------------------------------------------------------------------------------------------
-def _third_is_missing() -> str | None:
+def third_is_missing() -> str | None:
     path = os.environ.get(_LIBRARY_VARIABLE)
     if path:
         return None if Path(path).is_file() else f"is not at {_LIBRARY_VARIABLE}={path}"
@@ -136,73 +176,63 @@ class _Third(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         # Written in place; whether they are also returned differs between releases.
         dq, dk, dv = grads = [torch.empty_like(x) for x in ctx.saved_tensors[:3]]
+        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
         _third_operators().bwd(dout, *ctx.saved_tensors, dq=dq, dk=dk, dv=dv, **ctx.options)
         return *grads, None
 
 
-def _third() -> Attend:
-    _third_operators()
+def _third(q, k, v, causal, scale, window, dropout_p, packing):  # type: ignore[no-untyped-def]
+    options = {"softmax_scale": scale, "is_causal": causal, **packing}
+    options |= {"window_size_left": window[0], "window_size_right": window[1]}
+    return _Third.apply(q, k, v, options)
 
-    def attend(q, k, v, causal, scale, window, dropout_p, packing):  # type: ignore[no-untyped-def]
-        options = {"softmax_scale": scale, "is_causal": causal, **packing}
-        options |= {"window_size_left": window[0], "window_size_right": window[1]}
-        return _Third.apply(q, k, v, options)
 
-    return attend
+fa3, fa3_varlen = _functions("fa3", _third, multiple=8)
 
 
 # -- 4 ---------------------------------------------------------------------------------------------
-def _fourth() -> Attend:
+def _fourth(q, k, v, causal, scale, window, dropout_p, packing):  # type: ignore[no-untyped-def]
     from flash_attn.cute import interface as library
 
-    def attend(q, k, v, causal, scale, window, dropout_p, packing):  # type: ignore[no-untyped-def]
-        call = library.flash_attn_varlen_func if packing else library.flash_attn_func
-        sides = tuple(None if side < 0 else side for side in window)
-        return call(q, k, v, **packing, softmax_scale=scale, causal=causal, window_size=sides)
-
-    return attend
+    call = library.flash_attn_varlen_func if packing else library.flash_attn_func
+    sides = tuple(None if side < 0 else side for side in window)
+    return call(q, k, v, **packing, softmax_scale=scale, causal=causal, window_size=sides)
 
 
-def _peer(
-    name: str,
-    attend: Callable[[], Attend],
-    unavailable: Callable[[], str | None],
-    distribution: str,
-    *,
-    multiple: int = 1,
-    dropout: bool = False,
-    compiles: bool = False,
-) -> Implementation:
-    return Implementation(
-        name,
-        ("attention", "attention_varlen"),
-        partial(_build, attend),
-        device_types=("cuda",),
-        unavailable=unavailable,
-        unsupported=partial(_unsupported, widest=256, multiple=multiple, dropout=dropout),
-        version=partial(package_version, distribution),
-        backend=name,
-        compiles=compiles,
-        draws_dropout=dropout,
-    )
+fa4, fa4_varlen = _functions("fa4", _fourth, multiple=8)
+
+
+def _peers(
+    name: str, unavailable: Callable[[], str | None], distribution: str, **about: Any
+) -> list[Implementation]:
+    return [
+        adapter(
+            name,
+            op,
+            globals()[function],
+            device_types=("cuda",),
+            unavailable=unavailable,
+            version=partial(package_version, distribution),
+            backend=name,
+            **about,
+        )
+        for op, function in (("attention", name), ("attention_varlen", f"{name}_varlen"))
+    ]
 
 
 PEERS = (
-    _peer(
+    *_peers(
         "fa2",
-        _second,
         needs_package("flash-attn", "flash_attn.flash_attn_interface"),
         "flash-attn",
-        dropout=True,
+        draws_dropout=True,
     ),
-    _peer("fa3", _third, _third_is_missing, "flash_attn_3", multiple=8),
+    *_peers("fa3", third_is_missing, "flash_attn_3"),
     # Compiles for seconds at the first call of each head dim.
-    _peer(
+    *_peers(
         "fa4",
-        _fourth,
         needs_package("flash-attn-4", "flash_attn.cute.interface"),
         "flash-attn-4",
-        multiple=8,
         compiles=True,
     ),
 )

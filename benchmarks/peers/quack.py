@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.implementations import (
-    Forward,
-    Implementation,
-    Task,
+    adapter,
     needs_package,
     package_version,
+    refusing,
+    without_parameters,
 )
 from fastattn.testing.spec import Inputs
 
@@ -19,67 +19,63 @@ class _LayerNorm(torch.autograd.Function):
     """quack has no autograd function for it: only a forward and, in later releases, a backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, *rest: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         from quack.rmsnorm import layernorm_fwd
 
-        fp32_weight, fp32_bias, eps = rest
         out, rstd, mean = layernorm_fwd(
-            x, fp32_weight, fp32_bias, eps=eps, return_rstd=True, return_mean=True
+            x, weight, bias, eps=eps, return_rstd=True, return_mean=True
         )
-        ctx.save_for_backward(x, fp32_weight, rstd, mean)
-        ctx.dtypes = weight.dtype, bias.dtype
+        ctx.save_for_backward(x, weight, rstd, mean)
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         from quack.rmsnorm import layernorm_bwd
 
-        x, fp32_weight, rstd, mean = ctx.saved_tensors
-        dx, dweight, dbias = layernorm_bwd(x, fp32_weight, dout, rstd, mean)
-        return dx, dweight.to(ctx.dtypes[0]), dbias.to(ctx.dtypes[1]), None, None, None
+        x, weight, rstd, mean = ctx.saved_tensors
+        return *layernorm_bwd(x, weight, dout, rstd, mean), None
 
 
-def _layer_norm(task: Task) -> Forward:
+def _why(x: Tensor, **arguments: Any) -> str | None:
+    return "takes [rows, N]" if x.dim() != 2 else without_parameters(**arguments)
+
+
+def _with_fp32_parameters(inputs: Inputs) -> Inputs:
+    """Which it needs; a model would store them."""
+    return inputs | {name: inputs[name].float() for name in ("weight", "bias")}
+
+
+@refusing(_why)
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     from quack.rmsnorm import layernorm_fwd
 
-    # It needs fp32 parameters: converted once, as a model would store them.
-    fp32 = [task.inputs[n].detach().float() for n in ("weight", "bias")]
-
-    def forward(inputs: Inputs) -> Tensor:
-        x, weight, bias, eps = (inputs[n] for n in ("x", "weight", "bias", "eps"))
-        if not x.requires_grad:
-            return layernorm_fwd(x, *fp32, eps=eps)
-        return _LayerNorm.apply(x, weight, bias, *fp32, eps)
-
-    return forward
+    weight, bias = weight.float(), bias.float()
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight, bias)):
+        return _LayerNorm.apply(x, weight, bias, eps)
+    return layernorm_fwd(x, weight, bias, eps=eps)
 
 
-def _rms_norm(task: Task) -> Forward:
+@refusing(_why)
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     from quack.rmsnorm import rmsnorm
 
-    return lambda inputs: rmsnorm(inputs["x"], inputs["weight"], eps=inputs["eps"])
+    return rmsnorm(x, weight, eps=eps)
 
 
-def _unsupported(task: Task) -> str | None:
-    if task.inputs["x"].dim() != 2:
-        return "takes [rows, N]"
-    names = ("weight", "bias") if task.op == "layer_norm" else ("weight",)
-    missing = [name for name in names if task.inputs.get(name) is None]
-    return f"needs {' and '.join(missing)}" if missing else None
-
-
-def _peer(op: str) -> Implementation:
-    return Implementation(
+PEERS = tuple(
+    adapter(
         "quack",
-        (op,),
-        _layer_norm if op == "layer_norm" else _rms_norm,
+        op,
+        function,
+        prepare=prepare,
         device_types=("cuda",),
         unavailable=needs_package("quack-kernels", "quack.rmsnorm"),
-        unsupported=_unsupported,
         version=lambda: package_version("quack-kernels"),
         backend="cute",
         compiles=True,  # for seconds, at the first call of a width
     )
-
-
-PEERS = (_peer("layer_norm"), _peer("rms_norm"))
+    for op, function, prepare in (
+        ("layer_norm", layer_norm, _with_fp32_parameters),
+        ("rms_norm", rms_norm, None),
+    )
+)

@@ -5,8 +5,11 @@ computed like all others. Biases by distance become an additive mask of all pair
 they are learned.
 """
 
+import functools
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -51,12 +54,24 @@ def sdpa_masked(
     return sdpa(q, k, v, mask=mask, scale=scale)
 
 
-@with_dense_mask
-def sdpa_math(
-    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
-) -> Tensor:
-    with sdpa_kernel(SDPBackend.MATH):
-        return sdpa(q, k, v, mask=mask, scale=scale)
+def _by(backend: SDPBackend, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Tensor:
+        with sdpa_kernel(backend):
+            try:
+                return function(*args, **options)
+            except RuntimeError as error:
+                if not str(error).startswith(("No available kernel", "No viable backend")):
+                    raise
+                raise NotImplementedError("has no kernel for it") from error
+
+    return call
+
+
+sdpa_math = _by(SDPBackend.MATH, sdpa_masked)
+sdpa_cudnn = _by(SDPBackend.CUDNN_ATTENTION, sdpa)
+sdpa_flash = _by(SDPBackend.FLASH_ATTENTION, sdpa)
+sdpa_efficient = _by(SDPBackend.EFFICIENT_ATTENTION, sdpa_masked)
 
 
 def key_mask(inputs: Inputs) -> Tensor | None:

@@ -4,79 +4,86 @@ Its attention needs [B, S, H, D] contiguous in memory: q, k and v are copied fir
 are timed, too.
 """
 
-from functools import partial
+import functools
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.func import functional_call
 
 from benchmarks.implementations import (
-    Forward,
-    Implementation,
-    Task,
+    adapter,
     needs_package,
     package_version,
+    refusing,
+    without_parameters,
 )
-from fastattn.testing.spec import Inputs
+
+_MASK_TYPES = {
+    False: "no_mask", True: "causal", "top_left": "causal", "bottom_right": "causal_bottom_right",
+}  # fmt: skip
 
 
-def _norm(task: Task) -> Forward:
+@functools.cache
+def _norm(kind: str, size: int, eps: float, device: torch.device, dtype: torch.dtype) -> Any:
     import transformer_engine.pytorch as te
 
-    kind: Any = te.LayerNorm if task.op == "layer_norm" else te.RMSNorm
-    names = ("weight", "bias") if task.op == "layer_norm" else ("weight",)
-    module = kind(task.inputs["x"].shape[-1], eps=task.inputs["eps"]).to(task.device, task.dtype)
-
-    def forward(inputs: Inputs) -> Tensor:
-        return functional_call(module, {n: inputs[n] for n in names}, (inputs["x"],))
-
-    return forward
+    return getattr(te, kind)(size, eps=eps).to(device, dtype)
 
 
-def _norm_unsupported(task: Task) -> str | None:
-    return None if task.inputs.get("weight") is not None else "needs weight"
-
-
-def _attention(task: Task) -> Forward:
+@functools.cache
+def _attention(heads: int, size: int, groups: int, mask_type: str, scale: float | None) -> Any:
     import transformer_engine.pytorch as te
 
-    q, k = task.inputs["q"], task.inputs["k"]
-    module = te.DotProductAttention(
-        q.shape[1],
-        q.shape[3],
-        num_gqa_groups=k.shape[1],
+    return te.DotProductAttention(
+        heads,
+        size,
+        num_gqa_groups=groups,
         attention_dropout=0.0,
         qkv_format="bshd",
-        attn_mask_type="causal" if task.inputs["causal"] else "no_mask",
+        attn_mask_type=mask_type,
+        softmax_scale=scale,
     )
 
-    def forward(inputs: Inputs) -> Tensor:
-        # With views it reads the wrong memory, because it relies on the shape.
-        out = module(*(inputs[n].transpose(1, 2).contiguous() for n in ("q", "k", "v")))
-        B, M = out.shape[:2]
-        return out.view(B, M, q.shape[1], q.shape[3]).transpose(1, 2)
 
-    return forward
+@refusing(without_parameters)
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    module = _norm("LayerNorm", x.shape[-1], eps, x.device, weight.dtype)
+    return functional_call(module, {"weight": weight, "bias": bias}, (x,))
 
 
-def _attention_unsupported(task: Task) -> str | None:
-    inputs = task.inputs
-    if inputs.get("mask") is not None or "key_lengths" in inputs or inputs.get("dropout_p"):
-        return "is set up without masks, lengths and dropout here"
-    if inputs.get("window") is not None or inputs["causal"] == "bottom_right":
-        return "is set up for top-left causality without windows here"
-    return None if inputs.get("scale") is None else "is set up for its own scale here"
+@refusing(without_parameters)
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    module = _norm("RMSNorm", x.shape[-1], eps, x.device, weight.dtype)
+    return functional_call(module, {"weight": weight}, (x,))
 
 
-_peer = partial(
-    Implementation,
-    "transformer-engine",
-    device_types=("cuda",),
-    unavailable=needs_package("transformer-engine", "transformer_engine.pytorch"),
-    version=lambda: package_version("transformer-engine"),
-    backend="transformer-engine",
-)
-PEERS = (
-    _peer(("layer_norm", "rms_norm"), _norm, unsupported=_norm_unsupported),
-    _peer(("attention",), _attention, unsupported=_attention_unsupported),
+def _why(q: Tensor, k: Tensor, v: Tensor, *, causal: Any = False, **_: Any) -> str | None:
+    if causal not in _MASK_TYPES:
+        return "takes causality by the sizes"
+    return "takes equal head dims here" if q.shape[-1] != v.shape[-1] else None
+
+
+@refusing(_why)
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: Any = False, scale: float | None = None
+) -> Tensor:
+    (B, H, M, D), groups = q.shape, k.shape[1]
+    module = _attention(H, D, groups, _MASK_TYPES[causal], scale)
+    # With views it reads the wrong memory, because it relies on the shape.
+    out = module(*(x.transpose(1, 2).contiguous() for x in (q, k, v)))
+    return out.view(B, M, H, D).transpose(1, 2)
+
+
+PEERS = tuple(
+    adapter(
+        "transformer-engine",
+        function.__name__,
+        function,
+        device_types=("cuda",),
+        unavailable=needs_package("transformer-engine", "transformer_engine.pytorch"),
+        version=lambda: package_version("transformer-engine"),
+        backend="transformer-engine",
+    )
+    for function in (layer_norm, rms_norm, attention)
 )

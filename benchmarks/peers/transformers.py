@@ -20,7 +20,8 @@ def _eager(
     name = f"transformers.models.{model}.modeling_{model}"
     function = importlib.import_module(name).eager_attention_forward
     if mask is not None and mask.dtype == torch.bool:
-        mask = torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, torch.finfo(q.dtype).min)
+        added = torch.zeros(mask.shape, dtype=q.dtype, device=q.device)
+        mask = added.masked_fill(~mask, torch.finfo(q.dtype).min)
     groups = q.shape[1] // k.shape[1] if k.shape[1] else 1
     module = SimpleNamespace(num_key_value_groups=groups, training=False, sinks=sinks)
     scale = q.shape[-1] ** -0.5 if scale is None else scale

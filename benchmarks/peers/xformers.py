@@ -5,61 +5,55 @@ It takes queries as [B, S, H, D]; it supports lengths only for packed sequences,
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from benchmarks.implementations import (
-    Forward,
-    Implementation,
-    Task,
-    needs_package,
-    package_version,
-)
-from fastattn.testing.spec import Inputs
+from benchmarks.implementations import adapter, needs_package, package_version, refusing
 
 
-def _unsupported(task: Task) -> str | None:
-    inputs = task.inputs
-    if "key_lengths" in inputs:
-        return "takes packed sequences, not padded ones with lengths"
-    if inputs.get("window") is not None or inputs["causal"] == "bottom_right":
-        return "is set up for top-left causality without windows here"
-    if inputs["q"].shape[1] != inputs["k"].shape[1]:
-        return "is set up for as many key heads as query heads here"
-    mask = inputs.get("mask")
-    if mask is not None and (mask.dtype == torch.bool or mask.shape[-1] % 8):
-        return "takes additive masks of rows of a multiple of 8"
+def _why(q: Tensor, k: Tensor, *, mask: Any = None, causal: Any = False, **_: Any) -> str | None:
+    if q.shape[1] != k.shape[1]:
+        return "takes equal numbers of heads here"
+    if causal and (mask is not None or causal == "bottom_right_lengths"):
+        return "takes a mask, or causality by the sizes"
+    if mask is not None and (
+        mask.dtype != q.dtype or mask.shape[-1] != k.shape[2] or k.shape[2] % 8
+    ):
+        return "takes additive masks of q's dtype, of rows of a multiple of 8"
     return None
 
 
-def _build(task: Task) -> Forward:
+@refusing(_why)
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Any = None,
+    causal: Any = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
     from xformers.ops import LowerTriangularMask, memory_efficient_attention
+    from xformers.ops.fmha.attn_bias import LowerTriangularFromBottomRightMask
 
-    q = task.inputs["q"]
-    bias: Any = LowerTriangularMask() if task.inputs["causal"] else None
-    if task.inputs.get("mask") is not None:
-        bias = task.inputs["mask"].expand(*q.shape[:3], task.inputs["k"].shape[2])
-
-    def forward(inputs: Inputs) -> Tensor:
-        out = memory_efficient_attention(
-            *(inputs[n].transpose(1, 2) for n in ("q", "k", "v")),
-            attn_bias=bias,
-            p=inputs.get("dropout_p", 0.0),
-            scale=inputs.get("scale"),
+    bias = None if mask is None else mask.expand(*q.shape[:3], k.shape[2])
+    if causal:
+        kind = (
+            LowerTriangularFromBottomRightMask if causal == "bottom_right" else LowerTriangularMask
         )
-        return out.transpose(1, 2)
-
-    return forward
+        bias = kind()
+    rows = (x.transpose(1, 2) for x in (q, k, v))
+    out = memory_efficient_attention(*rows, attn_bias=bias, p=dropout_p, scale=scale)
+    return out.transpose(1, 2)
 
 
 PEERS = (
-    Implementation(
+    adapter(
         "xformers",
-        ("attention",),
-        _build,
+        "attention",
+        attention,
         device_types=("cuda",),
         unavailable=needs_package("xformers", "xformers.ops"),
-        unsupported=_unsupported,
         version=lambda: package_version("xformers"),
         backend="xformers",
         draws_dropout=True,

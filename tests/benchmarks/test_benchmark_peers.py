@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import cases, generation, run, score_changes
+from benchmarks import cases, conformance, generation, run, score_changes
 from benchmarks.generation import DecodeSize, GenerationBenchmark
 from benchmarks.implementations import Implementation, Task
 from benchmarks.op_benchmark import OpBenchmark
@@ -31,7 +31,7 @@ from fastattn.ops.attention.spec_workloads import (
     packed_workload,
     padded_workload,
 )
-from fastattn.testing import implementation
+from fastattn.testing import check_implementation, implementation
 from fastattn.testing.spec import Workload
 
 CPU = torch.device("cpu")
@@ -41,6 +41,20 @@ DENSE: dict[str, dict[str, Any]] = {
     "full": {}, "causal": {"causal": True}, "window": {"causal": True, "window": 8},
     "grouped": {"K": 2}, "bias": {"mask": "float HMN"},
 }  # fmt: skip
+
+
+JUDGED = (
+    "top_left",
+    "bottom_right",
+    "window",
+    "gqa",
+    "scale",
+    "bias",
+    "causal",
+    "rows",
+    "wide",
+    "weight",
+)
 
 
 @pytest.fixture
@@ -69,6 +83,19 @@ class _Stub(ModuleType):
 
 def _peer(name: str, op: str, device_type: str = "cuda") -> Implementation:
     return next(p for p in cases.implementations_of(op, device_type) if p.name == name)
+
+
+def _judge(name: str, op: str) -> None:
+    """Its function has right results for the samples that it does not refuse."""
+    peer = next(
+        c for c in conformance.candidates("cuda") if (c.name, c.op) == (f"{name}, {op}", op)
+    )
+    function = implementation.load(peer.function).function
+    report = check_implementation(function, op, device="cpu", dtypes=torch.bfloat16, samples=JUDGED)
+    report.raise_if_failed()
+    values = [row for row in report.rows if row.kind == "value"]
+    assert {row.status for row in values} <= {"ok", "refused", "left out"}
+    assert sum(row.status == "ok" for row in values) > 2
 
 
 def _check(name: str, op: str, workload: Workload, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -135,6 +162,8 @@ def _check_flash(name: str, case: str) -> None:
         _check(name, "attention_varlen", PACKED)
     else:
         _check(name, "attention", _dense(**DENSE[case]))
+    if case in ("full", "packed"):
+        _judge(name, "attention_varlen" if case == "packed" else "attention")
 
 
 # -- FlashAttention --------------------------------------------------------------------------------
@@ -291,17 +320,22 @@ class LowerTriangularMask:
     """Aligned top left."""
 
 
+class LowerTriangularFromBottomRightMask(LowerTriangularMask):
+    pass
+
+
 def _memory_efficient_attention(
     query, key, value, attn_bias=None, p=0.0, scale=None, *, op=None, output_dtype=None
 ):
     B, M, H, _ = query.shape
-    causal = isinstance(attn_bias, LowerTriangularMask)
+    bottom_right = isinstance(attn_bias, LowerTriangularFromBottomRightMask)
+    causal = "top_left" if isinstance(attn_bias, LowerTriangularMask) else False
     if isinstance(attn_bias, Tensor):  # it does not broadcast
         assert attn_bias.shape == (B, H, M, key.shape[1]) and attn_bias.dtype == query.dtype
     out = functional.attention(
         *(x.transpose(1, 2) for x in (query, key, value)),
         mask=attn_bias if isinstance(attn_bias, Tensor) else None,
-        causal="top_left" if causal else False,
+        causal="bottom_right" if bottom_right else causal,
         scale=scale,
     )
     return out.transpose(1, 2)
@@ -313,7 +347,10 @@ def test_xformers(modules: Any, case: str) -> None:
         "LowerTriangularMask": LowerTriangularMask,
         "memory_efficient_attention": _memory_efficient_attention,
     }
-    modules({"xformers.ops": functions})
+    kinds = {"LowerTriangularFromBottomRightMask": LowerTriangularFromBottomRightMask}
+    modules({"xformers.ops": functions, "xformers.ops.fmha.attn_bias": functions | kinds})
+    if case == "full":
+        _judge("xformers", "attention")
     _check("xformers", "attention", padded_workload("tiny", 2, 4, 32, 16, ("cpu",), **DENSE[case]))
 
 
@@ -335,6 +372,7 @@ def test_liger(modules: Any, op: str) -> None:
     }
     modules({"liger_kernel.transformers.functional": functions})
     _check("liger", op, _norm_workload(op))
+    _judge("liger", op)
 
 
 def _layernorm_fwd(x, weight, bias=None, eps=1e-6, return_rstd=False, return_mean=False):
@@ -367,6 +405,7 @@ def test_quack(modules: Any, op: str) -> None:
     functions = {"layernorm_fwd": _layernorm_fwd, "layernorm_bwd": _layernorm_bwd}
     modules({"quack.rmsnorm": functions | {"rmsnorm": _rmsnorm}})
     _check("quack", op, _norm_workload(op))
+    _judge("quack", op)
 
 
 # -- TransformerEngine -----------------------------------------------------------------------------
@@ -396,13 +435,14 @@ class _DotProductAttention(nn.Module):
         self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.1,
         qkv_format="sbhd", attn_mask_type="causal", window_size=None, sequence_parallel=False,
         tp_size=1, get_rng_state_tracker=None, tp_group=None, layer_number=None,
-        attention_type="self",
+        attention_type="self", softmax_scale=None,
     ):  # fmt: skip
         super().__init__()
-        assert qkv_format == "bshd" and attn_mask_type in ("causal", "no_mask")
+        assert qkv_format == "bshd"
         assert attention_dropout == 0.0
         self.heads, self.channels, self.groups = num_attention_heads, kv_channels, num_gqa_groups
-        self.causal = "top_left" if attn_mask_type == "causal" else False
+        kinds = {"no_mask": False, "causal": "top_left", "causal_bottom_right": "bottom_right"}
+        self.options = {"causal": kinds[attn_mask_type], "scale": softmax_scale}
 
     def forward(self, query_layer, key_layer, value_layer, attention_mask=None):
         layers = (query_layer, key_layer, value_layer)
@@ -410,7 +450,7 @@ class _DotProductAttention(nn.Module):
         assert all(x.is_contiguous() for x in layers)
         assert query_layer.shape[2:] == (self.heads, self.channels)
         assert key_layer.shape[2] == self.groups
-        out = functional.attention(*(x.transpose(1, 2) for x in layers), causal=self.causal)
+        out = functional.attention(*(x.transpose(1, 2) for x in layers), **self.options)
         return out.transpose(1, 2).flatten(2)
 
 
@@ -425,6 +465,8 @@ def test_transformer_engine(modules: Any, case: str) -> None:
         _check("transformer-engine", "attention", _dense(**DENSE[case]))
     else:
         _check("transformer-engine", case, _norm_workload(case))
+    if case in ("full", "layer_norm", "rms_norm"):
+        _judge("transformer-engine", "attention" if case == "full" else case)
 
 
 # -- decoders in a process of their own ------------------------------------------------------------

@@ -36,6 +36,14 @@ def test_implementations(name: str) -> None:
     assert forward or line["checks"]["gradient"]["ok"] > 2
 
 
+def test_backends_of_sdpa() -> None:
+    """A backend without a kernel for a sample refuses it."""
+    for name, statuses in (("flash", {"ok"}), ("cudnn", {"refused"})):
+        function = implementation.load(f"benchmarks.peers.sdpa:sdpa_{name}").function
+        report = check_implementation(function, "attention", device="cpu", samples="top_left")
+        assert {row.status for row in report.rows if row.kind == "value"} == statuses
+
+
 @pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="of torch 2.13")
 def test_reproductions() -> None:
     """The failures that the page lists; PyTorch's math backend has none of them."""

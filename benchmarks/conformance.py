@@ -74,7 +74,8 @@ def candidates(device_type: str) -> list[Candidate]:
     """What is checked on a kind of device."""
     found = []
     for name, (op, function, package) in (IMPLEMENTATIONS | ON_GPU).items():
-        if device_type == "cuda" or name in IMPLEMENTATIONS:
+        only = {"onnxruntime": "cpu"}.get(package, "cuda" if name in ON_GPU else device_type)
+        if device_type == only:
             unavailable = needs_package(package, package or "torch")
             version = partial(package_version, package or "torch")
             path = f"benchmarks.peers.{function}"

@@ -172,7 +172,7 @@ def refusing(why: Callable[..., str | None]) -> Callable[..., Callable[..., Any]
 def without_parameters(**arguments: Any) -> str | None:
     """For `refusing`: required parameters that are None."""
     missing = [name for name in ("weight", "bias") if arguments.get(name, ...) is None]
-    return f"needs {' and '.join(missing)}" if missing else None
+    return f"needs {' and '.join(missing)} here" if missing else None
 
 
 def adapter(
@@ -192,7 +192,7 @@ def adapter(
     judged.check_signature(op)
     path = f"{function.__module__}:{getattr(function, '__name__', '')}"
     why = getattr(function, "why", None)
-    function = inspect.unwrap(function) if why else function
+    function = function.__wrapped__ if why else function  # type: ignore[attr-defined]
 
     def build(task: Task) -> Forward:
         given = judged.arguments(spec, task.inputs)

@@ -53,7 +53,7 @@ def _why(
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"has no {q.dtype}"
     if q.shape[-1] != v.shape[-1]:
-        return "takes equal head dims"
+        return "takes equal head dims here"
     if q.shape[-1] > widest:
         return f"has head dims up to {widest}"
     if q.shape[-1] % multiple:
@@ -184,6 +184,7 @@ class _Third(torch.autograd.Function):
 def _third(q, k, v, causal, scale, window, dropout_p, packing):  # type: ignore[no-untyped-def]
     options = {"softmax_scale": scale, "is_causal": causal, **packing}
     options |= {"window_size_left": window[0], "window_size_right": window[1]}
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     return _Third.apply(q, k, v, options)
 
 

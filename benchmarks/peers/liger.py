@@ -1,5 +1,8 @@
 """Liger-Kernel's norms, in Triton."""
 
+import functools
+from typing import Any
+
 from torch import Tensor
 
 from benchmarks.implementations import (
@@ -11,19 +14,22 @@ from benchmarks.implementations import (
 )
 
 
-@refusing(without_parameters)
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+@functools.cache
+def _library() -> Any:
     from liger_kernel.transformers import functional
 
-    return functional.liger_layer_norm(x, weight, bias, eps)
+    return functional
+
+
+@refusing(without_parameters)
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return _library().liger_layer_norm(x, weight, bias, eps)
 
 
 @refusing(without_parameters)
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    from liger_kernel.transformers import functional
-
     # In place it would write the gradient of x over that of the result.
-    return functional.liger_rms_norm(x, weight, eps, in_place=False)
+    return _library().liger_rms_norm(x, weight, eps, in_place=False)
 
 
 PEERS = tuple(

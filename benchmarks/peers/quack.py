@@ -36,27 +36,22 @@ class _LayerNorm(torch.autograd.Function):
         return *layernorm_bwd(x, weight, dout, rstd, mean), None
 
 
-def _why(x: Tensor, **arguments: Any) -> str | None:
-    return "takes [rows, N]" if x.dim() != 2 else without_parameters(**arguments)
-
-
 def _with_fp32_parameters(inputs: Inputs) -> Inputs:
     """Which it needs; a model would store them."""
     return inputs | {name: inputs[name].float() for name in ("weight", "bias")}
 
 
-@refusing(_why)
+@refusing(without_parameters)
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     from quack.rmsnorm import layernorm_fwd
 
-    weight, bias = weight.float(), bias.float()
+    weight, bias, rows = weight.float(), bias.float(), x.reshape(-1, x.shape[-1])
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight, bias)):
-        return _LayerNorm.apply(x, weight, bias, eps)
-    return layernorm_fwd(x, weight, bias, eps=eps)
+        return _LayerNorm.apply(rows, weight, bias, eps).view(x.shape)
+    return layernorm_fwd(rows, weight, bias, eps=eps).view(x.shape)
 
 
-@refusing(_why)
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     from quack.rmsnorm import rmsnorm
 
     return rmsnorm(x, weight, eps=eps)

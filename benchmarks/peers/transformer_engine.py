@@ -71,7 +71,12 @@ def attention(
     (B, H, M, D), groups = q.shape, k.shape[1]
     module = _attention(H, D, groups, _MASK_TYPES[causal], scale)
     # With views it reads the wrong memory, because it relies on the shape.
-    out = module(*(x.transpose(1, 2).contiguous() for x in (q, k, v)))
+    try:
+        out = module(*(x.transpose(1, 2).contiguous() for x in (q, k, v)))
+    except ValueError as error:
+        if "No dot product attention" not in str(error):
+            raise
+        raise NotImplementedError("has no backend for it") from error
     return out.view(B, M, H, D).transpose(1, 2)
 
 

@@ -3,11 +3,13 @@
 It takes queries as [B, S, H, D]; it supports lengths only for packed sequences, so it gets none.
 """
 
+import functools
 from typing import Any
 
 from torch import Tensor
 
 from benchmarks.implementations import adapter, needs_package, package_version, refusing
+from fastattn.testing.spec import Inputs
 
 
 def _why(q: Tensor, k: Tensor, *, mask: Any = None, causal: Any = False, **_: Any) -> str | None:
@@ -22,6 +24,21 @@ def _why(q: Tensor, k: Tensor, *, mask: Any = None, causal: Any = False, **_: An
     return None
 
 
+@functools.cache
+def _causal(causal: Any) -> Any:
+    from xformers.ops.fmha import attn_bias
+
+    bottom_right = causal == "bottom_right"
+    name = "LowerTriangularFromBottomRightMask" if bottom_right else "LowerTriangularMask"
+    return getattr(attn_bias, name)()
+
+
+def _expanded(inputs: Inputs) -> Inputs:
+    if inputs.get("mask") is None:
+        return inputs
+    return inputs | {"mask": inputs["mask"].expand(*inputs["q"].shape[:3], inputs["k"].shape[2])}
+
+
 @refusing(_why)
 def attention(
     q: Tensor,
@@ -33,15 +50,9 @@ def attention(
     scale: float | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    from xformers.ops import LowerTriangularMask, memory_efficient_attention
-    from xformers.ops.fmha.attn_bias import LowerTriangularFromBottomRightMask
+    from xformers.ops import memory_efficient_attention
 
-    bias = None if mask is None else mask.expand(*q.shape[:3], k.shape[2])
-    if causal:
-        kind = (
-            LowerTriangularFromBottomRightMask if causal == "bottom_right" else LowerTriangularMask
-        )
-        bias = kind()
+    bias = _causal(causal) if causal else _expanded({"q": q, "k": k, "mask": mask})["mask"]
     rows = (x.transpose(1, 2) for x in (q, k, v))
     out = memory_efficient_attention(*rows, attn_bias=bias, p=dropout_p, scale=scale)
     return out.transpose(1, 2)
@@ -52,6 +63,7 @@ PEERS = (
         "xformers",
         "attention",
         attention,
+        prepare=_expanded,
         device_types=("cuda",),
         unavailable=needs_package("xformers", "xformers.ops"),
         version=lambda: package_version("xformers"),

@@ -5,6 +5,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ from subprocesses import environment
 triton = pytest.importorskip("triton")
 
 from benchmarks import tune
+from benchmarks.cases import DTYPES
 from benchmarks.rows import ROOT
-from benchmarks.tune_attention import AttentionTask
-from benchmarks.tune_task import DTYPES
+from benchmarks.tune_task import FEATURES, NORMS, Task, compile_kernels
 from fastattn.ops import _env
 from fastattn.ops.attention.triton.bwd_config import bwd_config
 from fastattn.ops.attention.triton.fwd_config import Features, ForwardConfig, forward_config
@@ -27,25 +28,26 @@ from fastattn.ops.attention.triton.tiles import split_width
 from fastattn.testing import lines
 
 TUNING = """
-import sys
 import torch
-from benchmarks import tune
-from benchmarks.tune_rows import NORMS, FfnTask, NormTask
+from benchmarks import tune, tune_task
+from benchmarks.tune_task import NORMS, Task
 
-tune._milliseconds = lambda call, budget_ms: call() is None or 1.0
-tasks = [NormTask(d, op, 9, 96, "fp32") for op in NORMS for d in ("fwd", "bwd")]
-tasks += [FfnTask(8, 16, a, "fp32") for a in ("relu", "swiglu")]
+CPU = torch.device("cpu")
+tasks = [Task(op, d, "fp32", (9, 96)) for op in NORMS for d in ("fwd", "bwd")]
+tasks += [Task("ffn", "fwd", "fp32", (8, 16), a) for a in ("relu", "swiglu")]
+launcher = Task.launcher
 for task in tasks:
-    case, config = task.make("cpu"), tune.candidates(task, "sm_90")[0]
-    row = {}
-    tune.measure(task, config, case, task.peer(case), 1.0, row)
-    assert row["status"] == "ok" and row["rate"] > 0, (task, row)
-    assert tune.describe(config)
-    launch = type(task).launch
-    type(task).launch = lambda *args: (launch(*args), case.results[0][0, :8].mul_(1.01))
-    row = {}
-    tune.measure(task, config, case, None, 1.0, row)
-    type(task).launch = launch
+    config = task.candidates("sm_90")[0]
+    row = tune.measure(task, config, 1.0, CPU)
+    assert row["status"] == "ok" and row["rate"] > 0 and row["peer_rate"] > 0, (task, row)
+
+    def wrong(task, call, results):
+        launch = launcher(task, call, results)
+        return lambda config: (launch(config), [x.flatten()[:8].mul_(1.01) for x in results])
+
+    Task.launcher = wrong
+    row = tune.measure(task, config, 1.0, CPU)
+    Task.launcher = launcher
     assert row["status"] == "wrong", (task, row)
 """
 
@@ -62,8 +64,8 @@ def test_tuning_of_norms_and_ffn_times_only_correct_candidates() -> None:
 def test_tuning_starts_from_what_ships() -> None:
     cases = ((64, "plain", "bf16"), (80, "mask", "fp16"), (128, "bias", "fp32"))
     for D, feature, dtype in (*cases, (96, "causal", "bf16"), (192, "plain", "fp16")):
-        task = AttentionTask("fwd", feature, D, 8192, 16384, 2048, dtype)
-        found = tune.candidates(task, "sm_90")
+        task = Task("attention", "fwd", dtype, (2, 16, 8192, D), feature)
+        found = task.candidates("sm_90")
         features = Features(dense=feature in ("mask", "bias"))
         assert found[0] == forward_config("sm_90", DTYPES[dtype], D, D, 8192, features)
         assert len(set(found)) == len(found) > 5
@@ -75,15 +77,15 @@ def test_tuning_starts_from_what_ships() -> None:
 
 def test_tuning_of_lengths_starts_from_the_row_with_edges() -> None:
     for feature, edges in (("plain", False), ("lengths", True), ("both_lengths", True)):
-        task = AttentionTask("bwd", feature, 128, 4096, 16384, 2048, "bf16")
+        task = Task("attention", "bwd", "bf16", (4, 16, 4096, 128), feature)
         shipped = bwd_config("sm_90", torch.bfloat16, 128, 128, edges, False)
-        assert tune.candidates(task, "sm_90")[0] == shipped
+        assert task.candidates("sm_90")[0] == shipped
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
 def test_tuning_of_fp32_pads_head_dims_both_ways_and_tries_nothing_twice(arch: str) -> None:
     for D in (40, 64, 80, 128, 144, 256):
-        found = tune.candidates(AttentionTask("fwd", "plain", D, 4096, 16384, 2048, "fp32"), arch)
+        found = Task("attention", "fwd", "fp32", (4, 16, 4096, D), "plain").candidates(arch)
         tilings = [(config.widths(D), replace(config, whole=False)) for config in found]
         assert len(set(tilings)) == len(tilings), D
         if split_width(D)[1] > 0:
@@ -94,11 +96,38 @@ def test_tuning_of_fp32_pads_head_dims_both_ways_and_tries_nothing_twice(arch: s
             assert (row.widths(D), replace(row, whole=False)) in tilings, (D, other)
 
 
+@pytest.mark.parametrize(
+    ("op", "shape", "feature"),
+    [("attention", (2, 4, 256, 64), feature) for feature in FEATURES]
+    + [(op, (256, 512), "") for op in NORMS] + [("ffn", (256, 64), "gelu")],
+)  # fmt: skip
+def test_candidates_are_compiled_without_running(
+    op: str, shape: tuple[int, ...], feature: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = []
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        assert warmup and tensors and all(x.is_meta for x in tensors)
+        compiled.append(self)
+
+    monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", run)
+    for direction in ("fwd",) if op == "ffn" else ("fwd", "bwd"):
+        task = Task(op, direction, "bf16", shape, feature)
+        compiled.clear()
+        compile_kernels(task, task.candidates("sm_90")[0])
+        assert len(compiled) >= (2 if op == "attention" and direction == "bwd" else 1)
+
+
 def test_tuning_lists_every_op(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--op", "attention", "layer_norm", "ffn", "--direction", "fwd", "bwd"]
     assert tune.main([*arguments, "--arch", "sm_90", "--list", "--shape", "4096x768"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    for task in ("bwd causal D64", "layer_norm fwd 4096x768", "ffn fwd 4096x768 gelu"):
+    for task in (
+        "attention bwd b2_h32_s8192_d64_causal",
+        "layer_norm fwd 4096x768",
+        "ffn fwd 4096x768_gelu",
+    ):
         assert sum(line.startswith(task) for line in lines) >= 1
     assert len(lines) == len(set(lines)) > 100
 
@@ -107,12 +136,14 @@ def test_tuning_lists_every_op(capsys: pytest.CaptureFixture[str]) -> None:
 def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], mock.Mock]:
     """Arguments that tune two candidates on a pretended GPU, which measures each as told."""
     gpu = mock.Mock()
-    gpu.name = "Example GPU"
-    monkeypatch.setattr(tune, "Compiler", lambda jobs, workers: mock.Mock(
-        done={number: (None, 0.0) for number, _, _ in jobs}, pending={}
-    ))  # fmt: skip
-    monkeypatch.setattr(tune, "Gpu", lambda: gpu)
+
+    def run_isolated(function: Any, cases: Any, **_: Any) -> Iterator[tuple[int, Any]]:
+        for i, job in enumerate(cases):
+            yield i, 0.0 if function is tune.compile_ahead else gpu.measure(job)
+
+    monkeypatch.setattr(tune, "run_isolated", run_isolated)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(_env, "device_name", lambda device: "Example GPU")
     monkeypatch.setattr(_env, "architecture", lambda *device: "sm_90")
     arguments = ["--op", "layer_norm", "--shape", "4x8", "--most", "2", "--arch", "sm_90"]
     return [*arguments, "--out", str(tmp_path)], gpu

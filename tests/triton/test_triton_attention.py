@@ -37,7 +37,7 @@ from attention_options import (
 )
 
 from benchmarks import tune
-from benchmarks.tune_attention import AttentionTask
+from benchmarks.tune_task import Task
 from fastattn.ops import _triton_dropout as bits
 from fastattn.ops._dropout import attention_keep, threshold
 from fastattn.ops.attention import prepared, reference, spec, spec_varlen
@@ -537,28 +537,22 @@ def test_refusals() -> None:
 
 
 @runs
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
 @pytest.mark.parametrize("feature", ["causal", "both_lengths", "mask", "dropout"])
-def test_tuning_rejects_wrong_results(feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    task = AttentionTask("fwd", feature, 16, 64, 128, 32, "fp16")
-    case = task.make(DEVICE.type)
-    timed: list[Any] = []
+def test_tuning_rejects_wrong_results(
+    direction: str, feature: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = Task("attention", direction, "fp16", (2, 2, 64, 16), feature)
+    config = task.candidates("interpreter")[0]
+    row = tune.measure(task, config, 1.0, DEVICE)
+    assert row["status"] == "ok" and row["ms"] > 0.0, row
+    launcher = Task.launcher
 
-    def milliseconds(call: Any, budget_ms: float) -> float:
-        timed.append(call)
-        return 1.0
+    def launch_wrong(task: Task, call: Any, results: Any) -> Any:
+        launch = launcher(task, call, results)
+        return lambda config: (launch(config), results[0][0, 0, 5].zero_())
 
-    monkeypatch.setattr(tune, "_milliseconds", milliseconds)
-    right: dict[str, Any] = {}
-    tune.measure(task, ForwardConfig(32, 32, 4, 1), case, None, 1.0, right)
-    assert right["status"] == "ok" and len(timed) == 1
-
-    def launch_wrong(task: AttentionTask, config: Any, case: Any) -> None:
-        launch(task, config, case)
-        case.results[0][-1, -1, -1].zero_()
-        case.results[0][0, 0, 5].zero_()
-
-    launch = AttentionTask.launch
-    monkeypatch.setattr(AttentionTask, "launch", launch_wrong)
-    wrong: dict[str, Any] = {}
-    tune.measure(task, ForwardConfig(32, 32, 4, 1), case, None, 1.0, wrong)
-    assert wrong["status"] == "wrong" and "out" in wrong["message"] and len(timed) == 1
+    monkeypatch.setattr(Task, "launcher", launch_wrong)
+    row = tune.measure(task, config, 1.0, DEVICE)
+    name = "out" if direction == "fwd" else "dq"
+    assert row["status"] == "wrong" and name in row["message"], row

@@ -189,7 +189,7 @@ def _slice_dims(name: str, result: Tensor) -> int:
     return 0
 
 
-def _workload(rows: int, D: int, activation: str, devices: tuple[str, ...]) -> Workload:
+def workload(rows: int, D: int, activation: str, devices: tuple[str, ...]) -> Workload:
     hidden = 4 * D
 
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
@@ -214,10 +214,10 @@ def _workload(rows: int, D: int, activation: str, devices: tuple[str, ...]) -> W
 
 
 _WORKLOADS = tuple(
-    [_workload(16384, 1024, a, ("cuda",)) for a in ("relu", "gelu", "swiglu")]
-    + [_workload(8192, 4096, a, ("cuda",)) for a in ("relu", "gelu")]
-    + [_workload(2048, 512, a, ("cpu",)) for a in ("relu", "gelu")]
-    + [_workload(rows, 128, "relu", ("cpu",)) for rows in (16, 256)]
+    [workload(16384, 1024, a, ("cuda",)) for a in ("relu", "gelu", "swiglu")]
+    + [workload(8192, 4096, a, ("cuda",)) for a in ("relu", "gelu")]
+    + [workload(2048, 512, a, ("cpu",)) for a in ("relu", "gelu")]
+    + [workload(rows, 128, "relu", ("cpu",)) for rows in (16, 256)]
 )
 
 

@@ -271,7 +271,7 @@ def _slice_dims(name: str, result: Tensor) -> int:
     return 0 if name in ("dweight", "dbias", "dx_bias") else result.dim() - 1
 
 
-def _workload(op: str, rows: int, N: int, devices: tuple[str, ...]) -> Workload:
+def workload(op: str, rows: int, N: int, devices: tuple[str, ...]) -> Workload:
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
         inputs = make_inputs(generator, dtype, op=op, shape=(rows, N))
         if op == "add_layer_norm":
@@ -297,8 +297,8 @@ def _workloads(op: str) -> tuple[Workload, ...]:
     gpu = [(32768, 512), (32768, 1024), (32768, 4096), (8192, 16384)]
     cpu = [(64, 512), (2048, 512), (512, 4096)]
     return tuple(
-        [_workload(op, rows, N, ("cuda",)) for rows, N in gpu]
-        + [_workload(op, rows, N, ("cpu",)) for rows, N in cpu]
+        [workload(op, rows, N, ("cuda",)) for rows, N in gpu]
+        + [workload(op, rows, N, ("cpu",)) for rows, N in cpu]
     )
 
 

@@ -34,7 +34,7 @@ from fastattn.testing import lines
 from fastattn.testing.isolation import Lost, run_isolated
 from fastattn.testing.timing import Call, Plan, time_side_by_side
 
-_COMPILER_HANGS_S, _GPU_HANGS_S = 300.0, 90.0
+_HANGS_S = 90.0
 _NORM_SHAPES = ((32768, 512), (32768, 1024), (32768, 4096), (8192, 16384))
 _FFN_SHAPES = ((16384, 1024), (8192, 4096))
 
@@ -204,7 +204,7 @@ def _measured(jobs: Sequence[Job], options: argparse.Namespace) -> Iterator[tupl
     def compile_all() -> None:
         for index, found in run_isolated(
             compile_ahead, jobs, jobs=options.jobs, seconds=options.seconds,
-            limit_s=_COMPILER_HANGS_S,
+            limit_s=_HANGS_S,
         ):  # fmt: skip
             compiled[id(jobs[index])].set_result(found)
 
@@ -215,7 +215,7 @@ def _measured(jobs: Sequence[Job], options: argparse.Namespace) -> Iterator[tupl
 
     threading.Thread(target=compile_all, daemon=True).start()
     for index, row in run_isolated(
-        measure_on_gpu, jobs, jobs=1, seconds=options.seconds, limit_s=_GPU_HANGS_S,
+        measure_on_gpu, jobs, jobs=1, seconds=options.seconds, limit_s=_HANGS_S,
         left_out=why_not_compiled,
     ):  # fmt: skip
         made = compiled[id(jobs[index])]

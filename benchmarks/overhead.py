@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,28 +105,9 @@ def measure(device: torch.device) -> list[Row]:
         patched = copy.deepcopy(module)
         fastattn.patch(patched, quiet=True)
         cases.append((name, shapes, patched, module))
-    for name, shapes, fastattn_call, pytorch_call in cases:
+    for name, shapes, *calls in cases:
         inputs = [torch.randn(shape, dtype=dtype, device=device) for shape in shapes]
-        leaves = [x.clone().requires_grad_() for x in inputs]
-        gradient = torch.randn_like(pytorch_call(*inputs))
-
-        def forward(f: Callable[..., Tensor], x: list[Tensor] = inputs) -> None:
-            f(*x)
-
-        calls = (fastattn_call, pytorch_call)
-        of = {f: [*leaves, *f.parameters()] for f in calls if isinstance(f, nn.Module)}
-
-        def both(
-            f: Callable[..., Tensor],
-            x: list[Tensor] = leaves,
-            g: Tensor = gradient,
-            of: dict[Any, list[Tensor]] = of,
-        ) -> None:
-            torch.autograd.grad(f(*x), of.get(f, x), g)
-
-        with torch.no_grad():
-            rows.append(_row(f"{name}, forward", device, forward, *calls))
-        rows.append(_row(f"{name}, forward + backward", device, both, *calls))
+        rows += _rows(name, inputs, lambda f, x: f(*x), *calls)
     for shape in WITH_WEIGHTS:
         for mask in MASKS:
             rows += _rows_with_weights(shape, mask, device, dtype)
@@ -148,38 +130,49 @@ def _rows_with_weights(
     pytorch = nn.MultiheadAttention(E, H, **options)
     converted = fastattn.nn.MultiheadAttention(E, H, **options)
     converted.load_state_dict(pytorch.state_dict())
-    query, key, value = (
+    inputs = [
         torch.randn((n, B, E) if separate else (B, n, E), device=device, dtype=dtype)
         for n in (M, N, N)
-    )
-    if not separate:
-        key = value = query if M == N else key
-    inputs = [query, key, value] if separate else [query, key]
-    gradient = torch.randn_like(query)
+    ]
+    if not separate:  # the value is the key, in self-attention both are the query
+        inputs = inputs[: 1 if M == N else 2]
     masks: dict[str, Tensor] = {}
     if mask:
         blocked = torch.zeros(B, N, dtype=torch.bool, device=device)
         blocked[0, N // 2 :] = True
         masks["key_padding_mask"] = blocked
     if mask.startswith("float"):
-        masks["key_padding_mask"] = query.new_zeros(B, N).masked_fill(blocked, -torch.inf)
-        masks["attn_mask"] = query.new_full((M, N), -torch.inf).triu(1 + N - M)
+        minus = inputs[0].new_full((), -torch.inf)
+        masks["key_padding_mask"] = torch.where(blocked, minus, 0)
+        masks["attn_mask"] = minus.expand(M, N).triu(1 + N - M)
 
-    def forward(module: Callable[..., Any]) -> Tensor:
-        context: Tensor = module(query, key, value, **masks)[0]
+    def forward(module: Callable[..., Any], x: list[Tensor]) -> Tensor:
+        context: Tensor = module(*x, *[x[-1]] * (3 - len(x)), **masks)[0]
         return context
-
-    def both(module: nn.Module) -> None:
-        torch.autograd.grad(forward(module), [*inputs, *module.parameters()], gradient)
 
     name = f"weights {B}x{M}x{E}" + (f" over {N}" if M != N else "")
     name += ", separate, sequence first" * separate + (mask and f", {mask}")
-    rows = []
-    for direction, run in (("forward", forward), ("forward + backward", both)):
-        for x in (*inputs, *pytorch.parameters(), *converted.parameters()):
-            x.requires_grad_(run is both)
-        rows.append(_row(f"{name}, {direction}", device, run, converted, pytorch))
-    return rows
+    return _rows(name, inputs, forward, converted, pytorch)
+
+
+def _rows(
+    name: str,
+    inputs: list[Tensor],
+    forward: Callable[[Any, list[Tensor]], Tensor],
+    *calls: Callable[..., Any],
+) -> list[Row]:
+    """Without and with the gradients of the inputs and of the parameters of modules."""
+    device = inputs[0].device
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    gradient = torch.randn_like(forward(calls[1], inputs))
+    of = {f: [*leaves, *f.parameters()] for f in calls if isinstance(f, nn.Module)}
+
+    def both(f: Callable[..., Any]) -> None:
+        torch.autograd.grad(forward(f, leaves), of.get(f, leaves), gradient)
+
+    with torch.no_grad():
+        first = _row(f"{name}, forward", device, partial(forward, x=inputs), *calls)
+    return [first, _row(f"{name}, forward + backward", device, both, *calls)]
 
 
 def _row(

@@ -69,7 +69,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         for device_type in ("cuda", "cpu")
         for group in cases.groups(
             device_type,
-            only_ops=metafunc.module.OPS,
             quick=config.getoption("quick"),
             every_implementation=config.getoption("all_implementations"),
             peer_files=config.getoption("peer"),

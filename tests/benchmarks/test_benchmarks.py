@@ -597,7 +597,7 @@ def test_pytest_benchmark_has_the_rows(tmp_path: Path) -> None:
     path.write_text(PEERS)
     out = tmp_path / "benchmark.json"
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "benchmarks/test_layer_norm.py", "--quick", "-q", "-p",
+        [sys.executable, "-m", "pytest", "benchmarks", "--quick", "-q", "-p",
          "no:xdist", "-p", "no:cacheprovider", "--device", "cpu", "--peer", str(path), "-k",
          "layer_norm-fwd-2048x512-fp32 and (eager or wrong or right) and not add_layer_norm",
          f"--benchmark-json={out}"],

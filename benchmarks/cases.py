@@ -14,9 +14,14 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.generation import DECODE_WORKLOADS, GENERATION, decode_implementations
-from benchmarks.implementations import Implementation, implementations
-from benchmarks.model import MODEL, MODEL_WORKLOADS, model_implementations
+from benchmarks.generation import DECODE_WORKLOADS, GENERATION, fastattn_decoders
+from benchmarks.implementations import (
+    Implementation,
+    fastattn_backends,
+    implementation_from_elsewhere,
+    peers,
+)
+from benchmarks.model import MODEL, MODEL_WORKLOADS, fastattn_models
 from fastattn.testing.spec import OpSpec, Workload, all_specs
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -88,11 +93,14 @@ def find_workload(op: str, name: str) -> Workload:
 def implementations_of(
     op: str, device_type: str, peer_files: Sequence[Path] = ()
 ) -> list[Implementation]:
-    if op == MODEL:
-        return model_implementations(device_type, peer_files)
-    if op == GENERATION:
-        return decode_implementations(device_type, peer_files)
-    return implementations(specs()[op], device_type, peer_files)
+    """fastattn's first. peer_files: Python files of peers, or FOLDER/MODULE:ATTRIBUTE."""
+    if op in (MODEL, GENERATION):
+        found = (fastattn_models if op == MODEL else fastattn_decoders)(device_type)
+    else:
+        found = fastattn_backends(specs()[op], device_type)
+    found += [implementation_from_elsewhere(op, p) for p in peer_files if ":" in p.name]
+    found += peers(tuple(path for path in peer_files if ":" not in path.name))
+    return [i for i in found if op in i.ops and device_type in i.device_types]
 
 
 def groups(

@@ -6,18 +6,16 @@ and the log-probability that beam search returns must be that of its hypothesis.
 other weights only the number of tokens is checked. END is unlikely: all decode equally long.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import fastattn
-from benchmarks.implementations import Implementation, Task, peers
+from benchmarks.implementations import Implementation, Task
 from benchmarks.model import requested_backends, requesting
-from benchmarks.op_benchmark import Verdict, draw_inputs
+from benchmarks.op_benchmark import Benchmark, Verdict
 from fastattn.testing.compare import compare
 from fastattn.testing.spec import Inputs, Workload
 from fastattn.testing.timing import Call, peak_memory
@@ -148,7 +146,7 @@ def decode(model: Any, task: Task, *, keep_programs: bool) -> Any:
     return forward
 
 
-def decode_implementations(device_type: str, files: Sequence[Path] = ()) -> list[Implementation]:
+def fastattn_decoders(device_type: str) -> list[Implementation]:
     backends = requested_backends(device_type)
 
     def build(task: Task) -> Any:
@@ -162,43 +160,28 @@ def decode_implementations(device_type: str, files: Sequence[Path] = ()) -> list
 
         return forward_with_backends
 
-    candidate = Implementation(
-        "fastattn",
-        (GENERATION,),
-        build,
-        version=lambda: fastattn.__version__,
-        backend=backends or "automatic",
-        is_fastattn=True,
-    )
-    found = [candidate, *[p for p in peers(tuple(files)) if GENERATION in p.ops]]
-    return [i for i in found if device_type in i.device_types]
+    return [
+        Implementation(
+            "fastattn",
+            (GENERATION,),
+            build,
+            version=lambda: fastattn.__version__,
+            backend=backends or "automatic",
+            is_fastattn=True,
+        )
+    ]
 
 
 # -- the benchmark ---------------------------------------------------------------------------------
-class GenerationBenchmark:
-    """Generation, as the worker uses it (see `benchmarks.op_benchmark.Benchmark`)."""
-
-    uses_graphs = False
-
+class GenerationBenchmark(Benchmark):
     def __init__(self, workload: DecodeWorkload, device: torch.device, dtype: torch.dtype):
-        self.workload, self.device, self.dtype = workload, device, dtype
-        self.inputs = draw_inputs(workload, device, dtype)
+        super().__init__(GENERATION, workload, device, dtype)
         size = workload.size
-        self.shape: dict[str, Any] = {"source": [size.B, size.S], "new": size.new}
+        self.shape = {"source": [size.B, size.S], "new": size.new}
         self.shape |= {"d": size.d, "heads": size.heads, "ff": size.ff, "layers": 2 * size.layers}
         self.shape |= {"vocabulary": size.vocabulary, "beams": size.beams}
-        self.features = workload.features
-        self.task = Task(GENERATION, workload, device, dtype, self.inputs)
-        self.forwards: dict[str, Any] = {}
-        self.peaks: dict[str, int] = {}
         self.oracles: tuple[Any, Any] | None = None
         self.tokens: Tensor | None = None  # fastattn's, if it is a candidate
-
-    def why_unsupported(self, candidate: Implementation) -> str | None:
-        return candidate.unavailable() or candidate.unsupported(self.task)
-
-    def build(self, candidate: Implementation) -> None:
-        self.forwards[candidate.name] = candidate.build(self.task)
 
     def prepare_oracle(self, candidate: Implementation) -> None:
         if self.oracles is None:
@@ -260,7 +243,7 @@ class GenerationBenchmark:
         if hasattr(forward, "pid"):  # computed in another process, see `timing.cpu_clock`
             call.pid = forward.pid  # type: ignore[attr-defined]
             return [call]
-        self.peaks[candidate.name] = peak_memory(call, self.device)
+        self.peaks[candidate.name, direction] = peak_memory(call, self.device)
         return [call]
 
     def work(self, direction: str) -> tuple[float, float]:
@@ -268,13 +251,8 @@ class GenerationBenchmark:
 
     def details(self, candidate: Implementation, direction: str) -> dict[str, Any]:
         positions = self.workload.size.B * self.workload.size.new
-        return {
-            "cache": "warm",
-            "copies": 1,
-            "positions": positions,
-            "real_tokens": positions,
-            "peak_bytes": self.peaks.get(candidate.name),
-        }
+        work = {"positions": positions, "real_tokens": positions}
+        return super().details(candidate, direction) | work
 
 
 def _limit(verdict: Verdict, what: str, error: float, allowed: float) -> None:

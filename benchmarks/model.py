@@ -8,9 +8,8 @@ Steps run as in user code, including eager launches, not from a CUDA graph.
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +18,8 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 import fastattn
-from benchmarks.implementations import ON_REQUEST, Implementation, Task, peers
-from benchmarks.op_benchmark import Verdict, draw_inputs
+from benchmarks.implementations import ON_REQUEST, Implementation, Task
+from benchmarks.op_benchmark import Benchmark, Verdict
 from fastattn.ops._env import BACKEND_VARIABLE
 from fastattn.ops._select import OPS, order
 from fastattn.ops.attention.spec_workloads import sentence_lengths, spread_lengths
@@ -234,38 +233,22 @@ def _nothing_to_pack(task: Task) -> str | None:
     return None if "lengths" in task.inputs else "packs padded batches, got a full one"
 
 
-def model_implementations(device_type: str, files: Sequence[Path] = ()) -> list[Implementation]:
+def fastattn_models(device_type: str) -> list[Implementation]:
     backends = requested_backends(device_type)
-    found = [
+    return [
         _fastattn("fastattn", backends),
         _fastattn("fastattn-packed", backends, packed=True),
         _fastattn("fastattn-compile", backends, compiled=True),
     ]
-    found += [p for p in peers(tuple(files)) if MODEL in p.ops]
-    return [
-        implementation for implementation in found if device_type in implementation.device_types
-    ]
 
 
 # -- the benchmark ---------------------------------------------------------------------------------
-class ModelBenchmark:
-    """A model, as the worker uses it (see `benchmarks.op_benchmark.Benchmark`)."""
-
-    uses_graphs = False
-
+class ModelBenchmark(Benchmark):
     def __init__(self, workload: ModelWorkload, device: torch.device, dtype: torch.dtype):
-        self.workload, self.device, self.dtype = workload, device, dtype
-        self.inputs = draw_inputs(workload, device, torch.float32)
+        super().__init__(MODEL, workload, device, dtype)
         size = workload.size
-        self.shape: dict[str, Any] = {
-            "src": [size.B, size.S, size.d],
-            "tgt": [size.B, size.S, size.d],
-        }
+        self.shape = {name: [size.B, size.S, size.d] for name in ("src", "tgt")}
         self.shape |= {"heads": size.heads, "ff": size.ff, "layers": 2 * size.layers}
-        self.features = workload.features
-        self.task = Task(MODEL, workload, device, dtype, self.inputs)
-        self.models: dict[str, Model] = {}
-        self.peaks: dict[str, int] = {}
         self.steps: dict[str, Call] = {}
         self.dout = self._dout(self.inputs, size.B)
         self.exact: list[Tensor] = []
@@ -283,12 +266,6 @@ class ModelBenchmark:
         if self.dtype == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)
-
-    def why_unsupported(self, candidate: Implementation) -> str | None:
-        return candidate.unavailable() or candidate.unsupported(self.task)
-
-    def build(self, candidate: Implementation) -> None:
-        self.models[candidate.name] = candidate.build(self.task)  # type: ignore[assignment]
 
     def prepare_oracle(self, candidate: Implementation) -> None:
         if self.exact:
@@ -316,7 +293,7 @@ class ModelBenchmark:
         return [_some(x.detach(), generator).cpu() for x in (out, *gradients)]
 
     def check(self, candidate: Implementation, direction: str) -> Verdict:
-        model = self.models[candidate.name]
+        model = self.forwards[candidate.name]
         module = model.module
         p = _set_dropout(module, 0.0)
         try:
@@ -333,7 +310,7 @@ class ModelBenchmark:
         return verdict
 
     def calls(self, candidate: Implementation, direction: str) -> list[Call]:
-        model = self.models[candidate.name]
+        model = self.forwards[candidate.name]
         parameters = list(model.module.parameters())
 
         def step() -> None:
@@ -344,7 +321,7 @@ class ModelBenchmark:
 
         step()
         self.steps[candidate.name] = step
-        self.peaks[candidate.name] = peak_memory(step, self.device) + self._own(model)
+        self.peaks[candidate.name, direction] = peak_memory(step, self.device) + self._own(model)
         return [step]
 
     def _own(self, model: Model) -> int:
@@ -359,14 +336,9 @@ class ModelBenchmark:
         real = positions
         if "padding" in self.inputs:
             real = 2 * int((~self.inputs["padding"]).sum())
-        return {
-            "cache": "warm",
-            "copies": 1,
-            "positions": positions,
-            "real_tokens": real,
-            "peak_bytes": self.peaks.get(candidate.name),
-            "kernel_ms": kernel_times(self.steps[candidate.name], self.device),
-        }
+        kernel_ms = kernel_times(self.steps[candidate.name], self.device)
+        work = {"positions": positions, "real_tokens": real, "kernel_ms": kernel_ms}
+        return super().details(candidate, direction) | work
 
 
 def kernel_times(call: Call, device: torch.device) -> dict[str, float] | None:

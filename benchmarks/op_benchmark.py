@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,24 +56,35 @@ class Verdict:
         self.ok, self.message, self.error, self.allowed = False, message, float("inf"), 0.0
 
 
-class Benchmark(Protocol):
-    """A group as the worker uses it: an op, a model or its generation."""
+class Benchmark:
+    """A group as the worker uses it: an op, a model or its generation. Subclasses also have
+    `prepare_oracle(candidate)`, `check(candidate, direction)` -> Verdict, `calls(candidate,
+    direction)` to time, and `work(direction)` -> FLOPs and bytes.
+    """
 
-    device: torch.device
-    shape: dict[str, Any]
-    features: tuple[str, ...]
-    uses_graphs: bool
+    uses_graphs = False
 
-    def why_unsupported(self, candidate: Implementation) -> str | None: ...
-    def build(self, candidate: Implementation) -> None: ...
-    def prepare_oracle(self, candidate: Implementation) -> None: ...
-    def check(self, candidate: Implementation, direction: str) -> Verdict: ...
-    def calls(self, candidate: Implementation, direction: str) -> list[Call]: ...
-    def work(self, direction: str) -> tuple[float, float]: ...
-    def details(self, candidate: Implementation, direction: str) -> dict[str, Any]: ...
+    def __init__(self, op: str, workload: Any, device: torch.device, dtype: torch.dtype):
+        self.workload, self.device, self.dtype = workload, device, dtype
+        self.inputs = draw_inputs(workload, device, dtype)
+        self.task = Task(op, workload, device, dtype, self.inputs)
+        self.shape: dict[str, Any] = {}
+        self.forwards: dict[str, Any] = {}
+        self.peaks: dict[tuple[str, str], int | None] = {}
+
+    def why_unsupported(self, candidate: Implementation) -> str | None:
+        return candidate.unavailable() or candidate.why_unsupported(self.task)
+
+    def build(self, candidate: Implementation) -> None:
+        self.forwards[candidate.name] = candidate.build(self.task)
+
+    def details(self, candidate: Implementation, direction: str) -> dict[str, Any]:
+        """More fields of a row."""
+        peak = self.peaks.get((candidate.name, direction))
+        return {"cache": "warm", "copies": 1, "peak_bytes": peak}
 
 
-class OpBenchmark:
+class OpBenchmark(Benchmark):
     """An op of a specification. cold: inputs rotate over copies beyond the L2 cache."""
 
     uses_graphs = True
@@ -87,27 +98,19 @@ class OpBenchmark:
         *,
         cold: bool = True,
     ):
-        self.spec, self.workload, self.cold = spec, workload, cold
-        self.device, self.dtype = device, dtype
-        self.inputs = draw_inputs(workload, device, dtype)
+        super().__init__(spec.name, workload, device, dtype)
+        self.spec, self.cold = spec, cold and device.type == "cuda"
         self.shape = {k: list(v.shape) for k, v in self.inputs.items() if isinstance(v, Tensor)}
-        self.features = workload.features
         self.gradients = [n for n in workload.gradients if isinstance(self.inputs.get(n), Tensor)]
         # The rotating inputs; of workloads without gradients those of attention.
         self.moving = self.gradients or ["q", "k", "v"]
-        self.task = Task(spec.name, workload, device, dtype, self.inputs)
-        self.forwards: dict[str, Forward] = {}
         self.oracles: dict[bool, Oracle] = {}
         self.copies: list[Inputs] = []
-        self.peaks: dict[tuple[str, str], int | None] = {}
 
     def why_unsupported(self, candidate: Implementation) -> str | None:
-        if "ordered" in self.features and not candidate.is_fastattn:
+        if "ordered" in self.workload.features and not candidate.is_fastattn:
             return "is not asked for a fixed order"
-        return candidate.unavailable() or candidate.why_unsupported(self.task)
-
-    def build(self, candidate: Implementation) -> None:
-        self.forwards[candidate.name] = candidate.build(self.task)
+        return super().why_unsupported(candidate)
 
     def _without_dropout(self, candidate: Implementation) -> bool:
         return candidate.draws_dropout and bool(self.inputs.get("dropout_p"))
@@ -134,7 +137,7 @@ class OpBenchmark:
         ignores = candidate.ignores_query_lengths
         verdict = oracle.check(results, ignores_query_lengths=ignores)
         judged = candidate.is_fastattn and candidate.backend != "torch"  # which adds in any order
-        if verdict.ok and direction == "bwd" and judged and "ordered" in self.features:
+        if verdict.ok and direction == "bwd" and judged and "ordered" in self.workload.features:
             self._check_bits(self._backward_call(forward, oracle.inputs, oracle.dout), verdict)
         if verdict.ok and without:
             verdict.message = "checked with dropout off"
@@ -159,7 +162,7 @@ class OpBenchmark:
         def call() -> Any:
             return torch.autograd.grad(value, wanted, dout, retain_graph=True)
 
-        return deterministic_algorithms()(call) if "ordered" in self.features else call
+        return deterministic_algorithms()(call) if "ordered" in self.workload.features else call
 
     def _check_bits(self, call: Call, verdict: Verdict) -> None:
         """Compares the results of many calls, on a GPU while another stream computes products."""
@@ -198,17 +201,15 @@ class OpBenchmark:
             moving = [self.inputs[n] for n in self.moving]
             footprint = sum(x.numel() * x.element_size() for x in moving)
             footprint += moving[0].numel() * moving[0].element_size()  # the result
-            count = self._rotated_copies(footprint)
+            count = 1
+            if self.cold:
+                cache = torch.cuda.get_device_properties(self.device).L2_cache_size
+                free = torch.cuda.mem_get_info(self.device)[0]
+                count = copies_beyond_cache(footprint, cache, free)
             self.copies = [self.inputs]
             for _ in range(count - 1):
                 self.copies.append(self.inputs | {n: self.inputs[n].clone() for n in self.moving})
         return self.copies
-
-    def _rotated_copies(self, footprint: int) -> int:
-        if self.device.type != "cuda" or not self.cold:
-            return 1
-        cache = torch.cuda.get_device_properties(self.device).L2_cache_size
-        return copies_beyond_cache(footprint, cache, torch.cuda.mem_get_info(self.device)[0])
 
     def work(self, direction: str) -> tuple[float, float]:
         """FLOPs and bytes; workloads state bytes for two-byte data."""
@@ -218,11 +219,8 @@ class OpBenchmark:
         return w.backward_flops, w.backward_bytes * scale
 
     def details(self, candidate: Implementation, direction: str) -> dict[str, Any]:
-        return {
-            "cache": "cold" if self.cold and self.device.type == "cuda" else "warm",
-            "copies": len(self.copies),
-            "peak_bytes": self.peaks.get((candidate.name, direction)),
-        }
+        rotation = {"cache": "cold" if self.cold else "warm", "copies": len(self.copies)}
+        return super().details(candidate, direction) | rotation
 
 
 def draw_inputs(workload: Workload, device: torch.device, dtype: torch.dtype) -> Inputs:

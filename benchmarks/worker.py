@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from benchmarks import cases
-from benchmarks.generation import GENERATION, DecodeWorkload, GenerationBenchmark
+from benchmarks.generation import GENERATION, GenerationBenchmark
 from benchmarks.implementations import Implementation
-from benchmarks.model import MODEL, ModelBenchmark, ModelWorkload
+from benchmarks.model import MODEL, ModelBenchmark
 from benchmarks.op_benchmark import Benchmark, OpBenchmark, Verdict
 from fastattn.ops import _env
 from fastattn.testing.timing import (
@@ -137,12 +137,9 @@ class _Run:
 
     def _make_benchmark(self) -> Benchmark:
         workload, dtype = cases.find_workload(self.op, self.workload), cases.DTYPES[self.dtype]
-        if self.op == MODEL:
-            assert isinstance(workload, ModelWorkload)
-            return ModelBenchmark(workload, self.device, dtype)
-        if self.op == GENERATION:
-            assert isinstance(workload, DecodeWorkload)
-            return GenerationBenchmark(workload, self.device, dtype)
+        kinds: dict[str, Any] = {MODEL: ModelBenchmark, GENERATION: GenerationBenchmark}
+        if self.op in kinds:
+            return kinds[self.op](workload, self.device, dtype)  # type: ignore[no-any-return]
         return OpBenchmark(cases.specs()[self.op], workload, self.device, dtype, cold=self.cold)
 
     def _gate(self, candidate: Implementation, directions: list[str]) -> list[tuple[str, Verdict]]:
@@ -267,7 +264,7 @@ class _Run:
             "workload": self.workload,
             "shape": self.benchmark.shape,
             "dtype": self.dtype,
-            "features": list(self.benchmark.features),
+            "features": list(self.benchmark.workload.features),
             "impl": candidate.name,
             "impl_version": candidate.version(),
             "backend_used": candidate.backend,

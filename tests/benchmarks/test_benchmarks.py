@@ -271,7 +271,7 @@ def test_model_gate() -> None:
         found = benchmark.check(candidate, "step")
         assert found.ok, f"{name}: {found.message}"
         benchmark.calls(candidate, "step")[0]()
-    module = benchmark.models["fastattn"].module
+    module = benchmark.forwards["fastattn"].module
     assert _set_dropout(module, 0.1) == 0.1  # the check restored it
     with torch.no_grad():
         module.encoder.layers[0].norm1.weight[0] += 0.01

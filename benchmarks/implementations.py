@@ -11,7 +11,7 @@ import importlib.util
 import inspect
 import pkgutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -229,6 +229,8 @@ def adapter(
 
 def implementation_from_elsewhere(op: str, path: Path) -> Implementation:
     """A function or module of a reader, FOLDER/MODULE:ATTRIBUTE."""
+    if op not in all_specs():
+        raise ValueError(f"an implementation must be of an op, got {op}")
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     return adapter(path.name, op, load(path.name).function)
@@ -295,9 +297,15 @@ def package_version(distribution: str) -> str:
         return "unknown"
 
 
+def of_package(package: str, module: str) -> dict[str, Any]:
+    """Fields of an `Implementation` that `package` installs; `module` is imported."""
+    version = functools.partial(package_version, package)
+    return {"unavailable": needs_package(package, module), "version": version}
+
+
 @functools.cache
 def peers(files: tuple[Path, ...] = ()) -> list[Implementation]:
-    """Every peer of `benchmarks/peers` and of the given files."""
+    """Every peer of `benchmarks/peers` and of the given Python files."""
     import benchmarks.peers as package
 
     found: list[Implementation] = []
@@ -311,15 +319,3 @@ def peers(files: tuple[Path, ...] = ()) -> list[Implementation]:
         spec.loader.exec_module(loaded)
         found += loaded.PEERS
     return found
-
-
-def implementations(
-    spec: OpSpec, device_type: str, files: Sequence[Path] = ()
-) -> list[Implementation]:
-    """All of one op on one kind of device, fastattn's first. files: Python files of peers, or
-    FOLDER/MODULE:ATTRIBUTE.
-    """
-    found = fastattn_backends(spec, device_type)
-    found += [implementation_from_elsewhere(spec.name, path) for path in files if ":" in path.name]
-    others = peers(tuple(path for path in files if ":" not in path.name))
-    return found + [p for p in others if spec.name in p.ops and device_type in p.device_types]

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from benchmarks.generation import GENERATION, build_model
-from benchmarks.implementations import Implementation, needs_package, package_version
+from benchmarks.implementations import Implementation, of_package
 from benchmarks.own_process import Decode, DecoderTask, OwnProcess, Tokens
 
 
@@ -102,8 +102,7 @@ PEERS = (
         (GENERATION,),
         lambda task: OwnProcess(_decoder, task),
         device_types=("cpu",),
-        unavailable=needs_package("ctranslate2", "ctranslate2"),
-        version=lambda: package_version("ctranslate2"),
+        **of_package("ctranslate2", "ctranslate2"),
         backend="float32",
     ),
 )

@@ -23,7 +23,7 @@ from benchmarks.implementations import (
     Implementation,
     adapter,
     can_import,
-    needs_package,
+    of_package,
     package_version,
     refusing,
 )
@@ -203,37 +203,18 @@ def _fourth(q, k, v, causal, scale, window, dropout_p, packing):  # type: ignore
 fa4, fa4_varlen = _functions("fa4", _fourth, multiple=8)
 
 
-def _peers(
-    name: str, unavailable: Callable[[], str | None], distribution: str, **about: Any
-) -> list[Implementation]:
+def _peers(name: str, **about: Any) -> list[Implementation]:
     return [
-        adapter(
-            name,
-            op,
-            globals()[function],
-            device_types=("cuda",),
-            unavailable=unavailable,
-            version=partial(package_version, distribution),
-            backend=name,
-            **about,
-        )
+        adapter(name, op, globals()[function], device_types=("cuda",), backend=name, **about)
         for op, function in (("attention", name), ("attention_varlen", f"{name}_varlen"))
     ]
 
 
 PEERS = (
     *_peers(
-        "fa2",
-        needs_package("flash-attn", "flash_attn.flash_attn_interface"),
-        "flash-attn",
-        draws_dropout=True,
+        "fa2", **of_package("flash-attn", "flash_attn.flash_attn_interface"), draws_dropout=True
     ),
-    *_peers("fa3", third_is_missing, "flash_attn_3"),
+    *_peers("fa3", unavailable=third_is_missing, version=partial(package_version, "flash_attn_3")),
     # Compiles for seconds at the first call of each head dim.
-    *_peers(
-        "fa4",
-        needs_package("flash-attn-4", "flash_attn.cute.interface"),
-        "flash-attn-4",
-        compiles=True,
-    ),
+    *_peers("fa4", **of_package("flash-attn-4", "flash_attn.cute.interface"), compiles=True),
 )

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from benchmarks.implementations import (
     adapter,
-    needs_package,
-    package_version,
+    of_package,
     refusing,
     without_parameters,
 )
@@ -38,8 +37,7 @@ PEERS = tuple(
         op,
         function,
         device_types=("cuda",),
-        unavailable=needs_package("liger-kernel", "liger_kernel.transformers.functional"),
-        version=lambda: package_version("liger-kernel"),
+        **of_package("liger-kernel", "liger_kernel.transformers.functional"),
         backend="triton",
     )
     for op, function in (("layer_norm", layer_norm), ("rms_norm", rms_norm))

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from benchmarks.generation import GENERATION, Decoded, DecodeWorkload
-from benchmarks.implementations import Implementation, Task, needs_package, package_version
+from benchmarks.implementations import Implementation, Task, of_package
 from fastattn.testing.spec import Inputs
 
 
@@ -56,8 +56,7 @@ PEERS = (
         "marian",
         (GENERATION,),
         _build,
-        unavailable=needs_package("transformers", "transformers.models.marian"),
-        version=lambda: package_version("transformers"),
+        **of_package("transformers", "transformers.models.marian"),
         backend="transformers",
     ),
 )

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from benchmarks.implementations import (
     adapter,
-    needs_package,
-    package_version,
+    of_package,
     refusing,
     without_parameters,
 )
@@ -64,8 +63,7 @@ PEERS = tuple(
         function,
         prepare=prepare,
         device_types=("cuda",),
-        unavailable=needs_package("quack-kernels", "quack.rmsnorm"),
-        version=lambda: package_version("quack-kernels"),
+        **of_package("quack-kernels", "quack.rmsnorm"),
         backend="cute",
         compiles=True,  # for seconds, at the first call of a width
     )

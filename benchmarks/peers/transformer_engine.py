@@ -13,8 +13,7 @@ from torch.func import functional_call
 
 from benchmarks.implementations import (
     adapter,
-    needs_package,
-    package_version,
+    of_package,
     refusing,
     without_parameters,
 )
@@ -86,8 +85,7 @@ PEERS = tuple(
         function.__name__,
         function,
         device_types=("cuda",),
-        unavailable=needs_package("transformer-engine", "transformer_engine.pytorch"),
-        version=lambda: package_version("transformer-engine"),
+        **of_package("transformer-engine", "transformer_engine.pytorch"),
         backend="transformer-engine",
     )
     for function in (layer_norm, rms_norm, attention)

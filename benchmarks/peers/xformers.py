@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from benchmarks.implementations import adapter, needs_package, package_version, refusing
+from benchmarks.implementations import adapter, of_package, refusing
 from fastattn.testing.spec import Inputs
 
 
@@ -65,8 +65,7 @@ PEERS = (
         attention,
         prepare=_expanded,
         device_types=("cuda",),
-        unavailable=needs_package("xformers", "xformers.ops"),
-        version=lambda: package_version("xformers"),
+        **of_package("xformers", "xformers.ops"),
         backend="xformers",
         draws_dropout=True,
     ),

@@ -1,4 +1,4 @@
-"""The plots of a report: each function draws one kind and returns the paths of SVG and PNG.
+"""The plots of a report: each function draws one kind and returns the paths of SVG files.
 
 fastattn is drawn thick in warm colours, peers thin in cool ones; the measured ceiling is a dashed
 line. Needs matplotlib; draws nothing if there are too few rows.
@@ -12,50 +12,52 @@ from typing import Any
 from benchmarks.grids import DIRECTIONS, UNITS, Grid, is_stale, peer_ratios
 from benchmarks.rows import Row, exceeds_bytes, is_backend, is_fastattn
 
-_PEER_COLOURS = {
-    "sdpa-cudnn": "#3b6fb6",
-    "sdpa": "#3b6fb6",
-    "sdpa-flash": "#7aa6d8",
-    "sdpa-efficient": "#9d7fc4",
-    "sdpa-math": "#b8b8b8",
-    "sdpa-loop": "#7aa6d8",
-    "flex": "#4f9d69",
-    "compile": "#4f9d69",
-    "torch-compile": "#4f9d69",
-    "eager": "#8c8c8c",
-    "torch-eager": "#8c8c8c",
-    "torch-prefix": "#8c8c8c",
-    "fa2": "#6fb7c9",
-    "fa3": "#14808a",
-    "fa4": "#0b4f57",
-    "xformers": "#5f6b1f",
-    "liger": "#a3458f",
-    "quack": "#6b4e16",
-    "transformer-engine": "#76a21e",
-    "marian": "#3b6fb6",
-}
-_FASTATTN_COLOURS = {
-    "fastattn-sm90": "#c8322b",
-    "fastattn-cuda": "#c8322b",
-    "fastattn-triton": "#e8833a",
-    "fastattn-cpu": "#c8322b",
-    "fastattn": "#c8322b",
-    "fastattn-compile": "#e8833a",
-    "fastattn-packed": "#8e1b4a",
-    "fastattn-automatic": "#8e1b4a",
-    "fastattn-reference": "#e0b7a0",
+_COLOURS = {
+    "#c8322b": "fastattn fastattn-sm90 fastattn-cuda fastattn-cpu",
+    "#e8833a": "fastattn-triton fastattn-compile",
+    "#8e1b4a": "fastattn-packed fastattn-automatic",
+    "#e0b7a0": "fastattn-reference",
+    "#3b6fb6": "sdpa-cudnn sdpa marian",
+    "#7aa6d8": "sdpa-flash sdpa-loop",
+    "#9d7fc4": "sdpa-efficient",
+    "#b8b8b8": "sdpa-math",
+    "#4f9d69": "flex compile torch-compile",
+    "#8c8c8c": "eager torch-eager torch-prefix",
+    "#6fb7c9": "fa2",
+    "#14808a": "fa3",
+    "#0b4f57": "fa4",
+    "#5f6b1f": "xformers",
+    "#a3458f": "liger",
+    "#6b4e16": "quack",
+    "#76a21e": "transformer-engine",
 }
 _SPARE_COLOURS = ("#6b4e16", "#14808a", "#a3458f", "#5f6b1f")
 _MARKERS = {"fwd": "o", "bwd": "v", "step": "s", "decode": "D"}
 _MAX_WORKLOADS = 40  # of one plot
+_MODELS = ("transformer", "generation")
 # Inches of a title's letter, and of a legend's key and letter, on average.
 _TITLE_LETTER, _LEGEND_KEY, _LEGEND_LETTER = 0.09, 0.65, 0.065
 
 
 def colour(name: str, spare: dict[str, str]) -> str:
-    known = _FASTATTN_COLOURS | _PEER_COLOURS
-    next_spare = _SPARE_COLOURS[len(spare) % len(_SPARE_COLOURS)]
-    return known[name] if name in known else spare.setdefault(name, next_spare)
+    known = next((ink for ink, names in _COLOURS.items() if name in names.split()), None)
+    return known or spare.setdefault(name, _SPARE_COLOURS[len(spare) % len(_SPARE_COLOURS)])
+
+
+def of_machine(group: Sequence[Grid], folder: Path) -> list[Path]:
+    paths = plot_peer_ratios(group, folder, "peer_ratios")
+    for dtype in dict.fromkeys(grid.dtype for grid in group):
+        of_dtype = [grid for grid in group if grid.dtype == dtype]
+        paths += plot_ratios([g for g in of_dtype if g.op == "attention"], folder)
+        paths += plot_all_ratios(of_dtype, folder)
+        paths += plot_roofline([g for g in of_dtype if g.op not in _MODELS], folder)
+    return paths
+
+
+def of_grid(grid: Grid, folder: Path) -> list[Path]:
+    paths = plot_lengths(grid, folder) + plot_bars(grid, folder)
+    paths += plot_lengths(grid, folder, memory=True)
+    return paths + (plot_bars(grid, folder, memory=True) if grid.op == "transformer" else [])
 
 
 # -- attention against sequence length -------------------------------------------------------------
@@ -80,19 +82,11 @@ def _cell_of(row: Row) -> tuple[int, bool, int]:
     return row["shape"]["q"][3], "causal" in row["features"], row["shape"]["q"][2]
 
 
-def plot_lengths(grid: Grid, folder: Path) -> list[Path]:
-    """A panel per head dim and causality, a line per implementation: throughput."""
-    return _against_length(grid, folder, "lengths", grid.metric, UNITS[grid.metric], 1.0)
-
-
-def plot_memory_lengths(grid: Grid, folder: Path) -> list[Path]:
-    """The same panels: peak memory beyond the inputs."""
-    return _against_length(grid, folder, "memory", "peak_bytes", "peak memory, MiB", 2.0**20)
-
-
-def _against_length(
-    grid: Grid, folder: Path, kind: str, key: str, unit: str, scale: float
-) -> list[Path]:
+def plot_lengths(grid: Grid, folder: Path, *, memory: bool = False) -> list[Path]:
+    """A panel per head dim and causality, a line per implementation: throughput, or peak memory
+    beyond the inputs.
+    """
+    key, unit, scale = _quantity(grid, memory)
     cells = [r for r in _cells(grid) if r.get(key)]
     panels = sorted({_cell_of(r)[:2] for r in cells})
     lengths = sorted({_cell_of(r)[2] for r in cells})
@@ -124,44 +118,40 @@ def _against_length(
                     zorder=3 if is_fastattn_line else 2,
                     label=name,
                 )
-            ceiling = grid.ceiling() if key == grid.metric else None
+            ceiling = None if memory else grid.ceiling()
             _finish(axis, f"head dim {D}" + (", causal" if causal else ""), unit, ceiling)
-            if key == grid.metric:
-                axis.set_ylim(bottom=0)
-            else:
+            if memory:
                 axis.set_yscale("log", base=2)
                 axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            else:
+                axis.set_ylim(bottom=0)
             axis.set_xscale("log", base=2)
             axis.set_xticks(lengths, [_length(S) for S in lengths])
             axis.set_xlabel("sequence length")
-    what = "attention against sequence length" if key == grid.metric else "memory of attention"
+    what, kind = (
+        ("memory of attention", "memory")
+        if memory
+        else ("attention against sequence length", "lengths")
+    )
     return save(figure, axes, f"{what}, {_subtitle(grid)}", folder / f"{grid.name}_{kind}")
 
 
+def _quantity(grid: Grid, memory: bool) -> tuple[str, str, float]:
+    """The field of a row, its unit in a plot, and the factor between them."""
+    if memory:
+        return "peak_bytes", "peak memory, MiB", 2.0**20
+    return grid.metric, UNITS[grid.metric], 1.0
+
+
 # -- bars ------------------------------------------------------------------------------------------
-def plot_bars(grid: Grid, folder: Path) -> list[Path]:
-    """Everything outside the grid of lengths: a group of bars per workload."""
-    drawn = _cells(grid)
+def plot_bars(grid: Grid, folder: Path, *, memory: bool = False) -> list[Path]:
+    """A group of bars per workload: throughput outside the grid of lengths, or peak memory of a
+    model's step, with its parameters.
+    """
+    key, unit, scale = _quantity(grid, memory)
+    drawn = [] if memory else _cells(grid)
     cells = [r for r in grid.rows if r["status"] == "ok" and r not in drawn]
-    return _bars(grid, cells, folder, "bars", grid.metric, UNITS[grid.metric], 1.0, grid.ceiling())
-
-
-def plot_memory(grid: Grid, folder: Path) -> list[Path]:
-    """Peak memory of a model's step, with its parameters."""
-    cells = [r for r in grid.rows if r["status"] == "ok" and r.get("peak_bytes")]
-    return _bars(grid, cells, folder, "memory", "peak_bytes", "peak memory, MiB", 2.0**20, None)
-
-
-def _bars(
-    grid: Grid,
-    cells: Sequence[Row],
-    folder: Path,
-    kind: str,
-    key: str,
-    unit: str,
-    scale: float,
-    ceiling: float | None,
-) -> list[Path]:
+    cells = [r for r in cells if r.get(key)] if memory else cells
     if not cells:
         return []
     workloads = list(dict.fromkeys(r["workload"] for r in cells))[:_MAX_WORKLOADS]
@@ -183,9 +173,9 @@ def _bars(
             zorder=2,
         )
     axis.set_xticks(range(len(workloads)), [w.replace("_", "\n") for w in workloads], fontsize=7)
-    _finish(axis, "", unit, ceiling)
+    _finish(axis, "", unit, None if memory else grid.ceiling())
     axis.set_ylim(bottom=0)
-    what = grid.op if key == grid.metric else f"memory of the {grid.op}"
+    what, kind = (f"memory of the {grid.op}", "memory") if memory else (grid.op, "bars")
     return save(figure, axes, f"{what}, {_subtitle(grid)}", folder / f"{grid.name}_{kind}")
 
 
@@ -424,12 +414,11 @@ def save(
             fontsize=8,
         )
     figure.suptitle(title, fontsize=11)
-    svg, png = path.with_suffix(".svg"), path.with_suffix(".png")
+    svg = path.with_suffix(".svg")
     # Reproducible: the same rows give the same bytes with one matplotlib; text stays text.
     with matplotlib.rc_context({"svg.hashsalt": path.stem, "svg.fonttype": "none"}):
         figure.savefig(svg, metadata={"Date": None, "Creator": None})
-    figure.savefig(png, dpi=130)
-    return [svg, png]
+    return [svg]
 
 
 def _legend_columns(labels: Sequence[str], most: int, width: float) -> int:

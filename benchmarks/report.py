@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from benchmarks import rows
+from benchmarks import plots, rows
 from benchmarks.grids import (
     DIRECTIONS,
     UNITS,
@@ -34,10 +34,10 @@ from benchmarks.grids import (
     machine_of,
     peer_ratios,
 )
+from benchmarks.implementations import can_import
 from benchmarks.rows import Row, is_fastattn
 from fastattn.ops import _verified
 
-_MODELS = ("transformer", "generation")
 _RATES = ("tflops", "gbps")
 
 
@@ -293,13 +293,8 @@ def _line(s: PeerRatios) -> tuple[str, ...]:
 
 def draw_summary(results: Sequence[Row], folder: Path) -> None:
     """Draws the plots of `summary` into `folder`."""
-    from benchmarks import plots
-
     for machine, group in by_machine(results).items():
-        with tempfile.TemporaryDirectory(dir=folder) as place:
-            for path in plots.plot_peer_ratios(group, Path(place), _slug(machine)):
-                if path.suffix == ".svg":
-                    path.replace(folder / path.name)
+        plots.plot_peer_ratios(group, folder, _slug(machine))
 
 
 # -- a document's figures --------------------------------------------------------------------------
@@ -436,7 +431,7 @@ def _around(document: str, begin: str, end: str) -> tuple[str, str]:
 # -- the report ------------------------------------------------------------------------------------
 def blocks(results: Sequence[Row], folder: Path) -> list[Block]:
     """The whole report; its plots are written into `folder`."""
-    drawn = _can_draw()
+    drawn = can_import("matplotlib")
     if not drawn:
         print("benchmarks.report: matplotlib is absent, so tables only", file=sys.stderr)
     machines = by_machine(results)
@@ -446,53 +441,16 @@ def blocks(results: Sequence[Row], folder: Path) -> list[Block]:
         place = folder if len(machines) == 1 else folder / _slug(machine)
         place.mkdir(parents=True, exist_ok=True)
         if drawn:
-            found += _peer_ratios(of_machine, place)
-            for dtype in dict.fromkeys(grid.dtype for grid in of_machine):
-                found += _overview([g for g in of_machine if g.dtype == dtype], place)
+            found += _images(plots.of_machine(of_machine, place))
         for grid in of_machine:
             found += table(grid)
             if drawn:
-                found += _pictures(grid, place)
+                found += _images(plots.of_grid(grid, place))
     return found
 
 
-def _can_draw() -> bool:
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
-def _peer_ratios(group: Sequence[Grid], place: Path) -> list[Block]:
-    """The plot of one machine."""
-    from benchmarks import plots
-
-    return _images(plots.plot_peer_ratios(group, place, "peer_ratios"))
-
-
-def _overview(group: Sequence[Grid], place: Path) -> list[Block]:
-    """The plots of one dtype."""
-    from benchmarks import plots
-
-    paths = plots.plot_ratios([g for g in group if g.op == "attention"], place)
-    paths += plots.plot_all_ratios(group, place)
-    paths += plots.plot_roofline([g for g in group if g.op not in _MODELS], place)
-    return _images(paths)
-
-
-def _pictures(grid: Grid, place: Path) -> list[Block]:
-    from benchmarks import plots
-
-    paths = plots.plot_lengths(grid, place) + plots.plot_bars(grid, place)
-    paths += plots.plot_memory_lengths(grid, place)
-    if grid.op == "transformer":
-        paths += plots.plot_memory(grid, place)
-    return _images(paths)
-
-
 def _images(paths: Sequence[Path]) -> list[Block]:
-    return [Image(path, path.stem) for path in paths if path.suffix == ".svg"]
+    return [Image(path, path.stem) for path in paths]
 
 
 def write(results: Sequence[Row], folder: Path) -> Path:
@@ -564,7 +522,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(lines) if lines else "every figure of fastattn is of the current sources")
         return 1 if lines else 0
     if options.update:
-        if not _can_draw():
+        if not can_import("matplotlib"):
             parser.error("--update draws pictures, which needs matplotlib")
         pictures, document = options.results[0].parent, options.update
         beside = [path for path in options.results if path.parent == pictures]

@@ -97,17 +97,14 @@ def complete(
     return rows
 
 
-def absent(op: str, implementation: str, why: str) -> Row:
-    """The row of a peer that is unavailable on this machine."""
-    return {
-        "op": op,
-        "direction": "",
-        "workload": "",
-        "dtype": "",
-        "impl": implementation,
-        "status": "absent",
-        "message": why,
-    }
+def untimed(
+    op: str, implementation: str, status: str, why: str, case: Sequence[str] = ("", "", "")
+) -> Row:
+    """The row of a case without a time, or of a peer that is absent. case: direction, workload,
+    dtype.
+    """
+    names = ("op", "direction", "workload", "dtype", "impl", "status", "message")
+    return dict(zip(names, (op, *case, implementation, status, why), strict=True))
 
 
 def _rate(row: Row, ceiling: Mapping[str, float] | None) -> None:

@@ -137,7 +137,7 @@ def measure(
         for name, (served, why) in missing.items():
             print(f"absent: {name} ({', '.join(served)}) {why}")
             if name not in known:
-                lost = [rows.absent(op, name, f"{name} {why}") for op in served]
+                lost = [rows.untimed(op, name, "absent", f"{name} {why}") for op in served]
                 rows.append(results, rows.complete(lost, runner.environment, None))
         for dtype in dict.fromkeys(group.dtype for group in groups):
             if (ceiling := runner.ceiling(dtype)) is not None:
@@ -239,18 +239,8 @@ def summary(collected: Sequence[Row]) -> str:
     for row in collected:
         key = (row["op"], row["direction"], row["dtype"], row["impl"])
         groups.setdefault(key, []).append(row)
-    header = (
-        "op",
-        "direction",
-        "dtype",
-        "implementation",
-        "ok",
-        "FAIL",
-        "no",
-        "of best peer",
-        "worst",
-        "best",
-    )
+    header = ("op", "direction", "dtype", "implementation")
+    header += ("ok", "FAIL", "no", "of best peer", "worst", "best")
     table: list[tuple[str, ...]] = [header]
     for key in sorted(groups):
         found = groups[key]

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import Group
-from benchmarks.rows import ROOT, Row, complete, exceeds_flops
+from benchmarks.rows import ROOT, Row, complete, exceeds_flops, untimed
 from fastattn.testing.timing import Plan
 
 # Time limits of a stage, beyond which it counts as hung. Compiling a whole model takes longest;
@@ -277,12 +277,5 @@ def _exit_name(code: int) -> str:
 
 
 def _lost(group: Group, implementation: str, direction: str, status: str, why: str) -> Row:
-    return {
-        "op": group.op,
-        "direction": direction,
-        "workload": group.workload,
-        "dtype": group.dtype,
-        "impl": implementation,
-        "status": status,
-        "message": why,
-    }
+    case = (direction, group.workload, group.dtype)
+    return untimed(group.op, implementation, status, why, case)

@@ -121,9 +121,7 @@ def test_report_renders(tmp_path: Path) -> None:
               "layer_norm_fwd_bf16_bars")  # fmt: skip
     for name in images:
         assert f"({name}.svg)" in text
-        svg = (folder / f"{name}.svg").read_text()
-        assert "<svg" in svg
-        assert (folder / f"{name}.png").stat().st_size > 5000
+        assert "<svg" in (folder / f"{name}.svg").read_text()
 
 
 def test_report_in_one_file(tmp_path: Path) -> None:
@@ -131,7 +129,7 @@ def test_report_in_one_file(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path, page = tmp_path / "results.jsonl", tmp_path / "report.html"
     found = _synthetic_rows()
-    absent = rows.absent("attention", "fa3", "fa3 is not installed")
+    absent = rows.untimed("attention", "fa3", "absent", "fa3 is not installed")
     found += rows.complete([absent], {"gpu": "Example GPU", "cpu": "Example CPU"}, None)
     for row in found:
         if row["op"] == "attention" and row["status"] == "ok":

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import argparse
 import copy
-import statistics
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ import fastattn
 from benchmarks.rows import measured_on
 from fastattn.ops import _env
 from fastattn.testing.lines import write_json
-from fastattn.testing.timing import peak_memory
+from fastattn.testing.timing import Plan, peak_memory, time_side_by_side
 
 CPU = torch.device("cpu")
 VOCABULARY = 32000
@@ -106,7 +105,6 @@ def _measure(
     name: str, before: Any, after: Any, batch: int, beams: int, rounds: int
 ) -> dict[str, Any]:
     """Prints a row and returns it: times in ms, memory in MiB."""
-    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     source = torch.randint(END + 1, VOCABULARY, (batch, SOURCE))
 
     def generate(model: Any) -> Tensor:
@@ -120,16 +118,11 @@ def _measure(
 
     if not torch.equal(generate(before), generate(after)):
         raise AssertionError(f"{name}, batch {batch}, {beams} beams: the tokens differ")
-    times: tuple[list[float], list[float]] = ([], [])
-    for _ in range(rounds):
-        for model, measured in zip((before, after), times, strict=True):
-            start = clock()
-            generate(model)
-            measured.append((clock() - start) * 1e3)
-    old, new = map(statistics.median, times)
-    memory = [
-        peak_memory(lambda model=model: generate(model), CPU) / 2**20 for model in (before, after)
-    ]
+    calls = {when: partial(generate, m) for when, m in (("before", before), ("after", after))}
+    plan = Plan(rounds=rounds, min_rounds=rounds)
+    timings = time_side_by_side({when: [call] for when, call in calls.items()}, CPU, plan)
+    old, new = (1e3 * timing.quantile(0.5) for timing in timings.values())
+    memory = [peak_memory(call, CPU) / 2**20 for call in calls.values()]
     case = f"{name}, batch {batch}, " + (f"{beams} beams" if beams > 1 else "greedy")
     print(
         f"{case:24} {old:9.0f} {new:10.0f} {old / new:6.2f} {memory[0]:10.1f} {memory[1]:9.1f}",
@@ -139,7 +132,7 @@ def _measure(
     return {"model": name, "batch": batch, "beams": beams} | {
         f"{what}_{when}": round(value, 3)
         for what, values in figures.items()
-        for when, value in zip(("before", "after"), values, strict=True)
+        for when, value in zip(calls, values, strict=True)
     }
 
 

@@ -13,11 +13,8 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +26,7 @@ from fastattn.ops import _env
 from fastattn.ops.attention.spec_workloads import SCORE_CHANGES, padded_workload
 from fastattn.testing.lines import write_json
 from fastattn.testing.spec import Inputs, Workload, all_specs
-from fastattn.testing.timing import peak_memory
+from fastattn.testing.timing import Call, Plan, peak_memory, time_side_by_side
 
 CPU = torch.device("cpu")
 SHAPES = ((1, 8, 2048, 64), (1, 2, 8192, 64))
@@ -37,8 +34,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PEERS = ("sdpa", "flex")
 _PEERS_UP_TO = 2048  # a dense mask of longer sequences takes gigabytes
 ROUNDS = 5
-
-Call = Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -108,19 +103,15 @@ def _call(candidate: Implementation, task: Task, gradients: tuple[str, ...]) -> 
 def _rows(
     calls: dict[tuple[str, str], Call], dtype: str, keys: int, direction: str, plain: str
 ) -> list[Row]:
-    times: dict[tuple[str, str], list[float]] = {key: [] for key in calls}
-    for _ in range(ROUNDS + 1):  # the first one is a warm-up
-        for key, call in calls.items():
-            start = time.process_time()
-            call()
-            times[key].append((time.process_time() - start) * 1e3)
-    base = times["plain", plain][1:]
+    plan = Plan(rounds=ROUNDS, min_rounds=ROUNDS)
+    timings = time_side_by_side({key: [call] for key, call in calls.items()}, CPU, plan)
     memory = {key: peak_memory(call, CPU) / 2**20 for key, call in calls.items()}
+    base = timings["plain", plain].seconds
     rows = []
-    for (scores, implementation), measured in times.items():
-        ratios = [x / y for x, y in zip(measured[1:], base, strict=True)]
+    for (scores, implementation), timing in timings.items():
+        ratios = [x / y for x, y in zip(timing.seconds, base, strict=True)]
         extra = memory[scores, implementation] - memory["plain", plain]
-        figures = (statistics.median(measured[1:]), statistics.median(ratios), extra)
+        figures = (1e3 * timing.quantile(0.5), statistics.median(ratios), extra)
         ms, ratio, mib = (round(x, 3) for x in figures)
         rows.append(Row(dtype, keys, direction, scores, implementation, ms, ratio, mib))
         print(

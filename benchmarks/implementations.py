@@ -193,13 +193,16 @@ def adapter(
     path = f"{function.__module__}:{getattr(function, '__name__', '')}"
     why = getattr(function, "why", None)
     function = function.__wrapped__ if why else function  # type: ignore[attr-defined]
+    not_passed = ("dropout_seed",) if about.get("draws_dropout") else ()
+
+    def layout(inputs: Inputs) -> Inputs:
+        return judged.arguments(spec, {n: x for n, x in inputs.items() if n not in not_passed})
 
     def build(task: Task) -> Forward:
-        given = judged.arguments(spec, task.inputs)
+        given = layout(task.inputs)
         moving = [name for name, value in given.items() if value is task.inputs.get(name)]
         fixed = {name: value for name, value in given.items() if name not in moving}
         call = wrap(function)
-        layout = functools.partial(judged.arguments, spec)
         if prepare is not None:
             return _with_prepared_inputs(
                 lambda inputs: prepare(layout(inputs)), lambda ready: call(**ready)
@@ -211,7 +214,7 @@ def adapter(
 
     def unsupported(task: Task) -> str | None:
         try:
-            given = judged.arguments(spec, task.inputs)
+            given = layout(task.inputs)
         except NotImplementedError as refusal:
             return str(refusal)
         return why(**given) if why else None

@@ -7,23 +7,14 @@ from statistics import geometric_mean
 from benchmarks.rows import Row, is_backend, source_digest
 
 # The metric of each op; of other ops it is the bytes that they move.
+_PRODUCTS = ("attention", "attention_varlen", "attention_with_weights", "ffn", "linear")
 _METRICS = {
-    "attention": "tflops",
-    "attention_varlen": "tflops",
-    "attention_with_weights": "tflops",
-    "ffn": "tflops",
-    "linear": "tflops",
-    "transformer": "tokens_per_s",
-    "generation": "tokens_per_s",
+    **dict.fromkeys(_PRODUCTS, "tflops"),
+    **dict.fromkeys(("transformer", "generation"), "tokens_per_s"),
 }
 UNITS = {"tflops": "TFLOP/s", "gbps": "GB/s", "tokens_per_s": "tokens/s"}
 _CEILINGS = {"tflops": "ceiling_tflops", "gbps": "ceiling_gbps"}
-DIRECTIONS = {
-    "fwd": "forward",
-    "bwd": "backward",
-    "step": "training step",
-    "decode": "decoding",
-}
+DIRECTIONS = {"fwd": "forward", "bwd": "backward", "step": "training step", "decode": "decoding"}
 
 
 @dataclass(frozen=True)

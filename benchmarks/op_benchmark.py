@@ -267,8 +267,9 @@ class Oracle:
         self.gradients = [n for n in workload.gradients if isinstance(inputs.get(n), Tensor)]
         with torch.no_grad():
             like = _result_like(spec, inputs)
-        generator = torch.Generator(like.device).manual_seed(1)
-        dout = torch.randn(like.shape, generator=generator, device=like.device).to(like.dtype)
+        device = next(x.device for x in inputs.values() if isinstance(x, Tensor))
+        generator = torch.Generator(device).manual_seed(1)
+        dout = torch.randn(like.shape, generator=generator, device=device).to(like.dtype)
         self.live_rows = _live_rows(inputs, dout)
         self.dout = dout if self.live_rows is None else torch.where(self.live_rows, dout, 0)
         self.parts = [self._part(select, part) for select, part in _parts(spec, inputs)]
@@ -323,16 +324,10 @@ def _is_floating(value: Any) -> bool:
 
 
 def _result_like(spec: OpSpec, inputs: Inputs) -> Tensor:
-    """A tensor of the result's shape, dtype and device."""
-    if "q" in inputs:
-        q, v = inputs["q"], inputs["v"]
-        return q.new_empty(*q.shape[:-1], v.shape[-1])
-    if spec.name == "ffn":
-        x, w2 = inputs["x"], inputs["w2"]
-        return x.new_empty(*x.shape[:-1], w2.shape[0])
-    if spec.name == "linear":
-        return inputs["x"].new_empty(*inputs["x"].shape[:-1], inputs["weight"].shape[0])
-    return torch.empty_like(inputs["residual"] if "residual" in inputs else inputs["x"])
+    """A tensor of the result's shape and dtype, on the device "meta"."""
+    prepared = spec.prepare(inputs).items()
+    meta = {n: x.to("meta") if isinstance(x, Tensor) else x for n, x in prepared}
+    return _first(spec.function(**meta))
 
 
 def _live_rows(inputs: Inputs, result: Tensor) -> Tensor | None:

@@ -18,7 +18,7 @@ import math
 import re
 import textwrap
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fastattn import functional
 from fastattn.integrations import foreign_attention
 from fastattn.integrations.plain_syntax import Syntax, plain_syntax
-from fastattn.integrations.sdpa import ATTENTION_MODE
+from fastattn.integrations.sdpa import ATTENTION_MODE, with_attention
 from fastattn.nn import norm
 from fastattn.nn.conversion import names, script_original
 from fastattn.nn.fusion import is_plain_tensor
@@ -450,7 +450,11 @@ for _published in (f"def forward(self, x): return {result}" for result in _RESUL
 
 # -- attention ------------------------------------------------------------------------------------
 def _with_attention(kind: Any) -> Forward:
-    # The mode adds about 3 us to a call (AMD EPYC, one thread), nothing to compiled code.
+    others = [f for f in _methods(kind) if f is not kind.forward]
+    if not any("scaled_dot_product_attention" in names(f.__code__) for f in others):
+        if (made := with_attention(kind.forward)) is not None:
+            return made
+
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         with ATTENTION_MODE:
             return kind.forward(self, *args, **kwargs)
@@ -458,16 +462,19 @@ def _with_attention(kind: Any) -> Forward:
     return forward
 
 
-@functools.cache
-def names_in(kind: Any) -> frozenset[str]:
-    """The names of globals and attributes in the methods of a module's class."""
-    found: set[str] = set()
+def _methods(kind: Any) -> Iterator[types.FunctionType]:
+    """The functions of a module's class, without their decorators."""
     for base in kind.__mro__:
         for method in () if base.__module__.startswith("torch.") else vars(base).values():
             function = inspect.unwrap(getattr(method, "__func__", method))
             if isinstance(function, types.FunctionType):
-                found |= names(function.__code__)
-    return frozenset(found)
+                yield function
+
+
+@functools.cache
+def names_in(kind: Any) -> frozenset[str]:
+    """The names of globals and attributes in the methods of a module's class."""
+    return frozenset().union(*(names(method.__code__) for method in _methods(kind)))
 
 
 def chooses_backend(kind: Any) -> bool:

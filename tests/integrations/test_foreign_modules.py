@@ -3,6 +3,7 @@
 import copy
 import importlib
 import pickle
+import sys
 import types
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import rms_norm
+from torch.nn.functional import rms_norm, scaled_dot_product_attention
 from torch.nn.utils import parametrizations
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -269,6 +270,82 @@ def test_modules_that_call_sdpa(call: str, compiled: bool) -> None:
         torch.testing.assert_close(actual, wanted, atol=1e-5, rtol=1e-4)
     with torch.autocast("cpu", torch.bfloat16):
         assert module(x, **CALLS[call]).dtype is torch.bfloat16
+
+
+def _modes() -> int:
+    return int(torch._C._len_torch_function_stack())  # type: ignore[attr-defined]
+
+
+# Forwards that find the function in different ways, and whether every call of torch in them goes
+# through a mode, which takes longer: where its name is no global, or also stands elsewhere.
+def _by_f(self: Any, q: Tensor, calls: Any) -> Tensor:
+    calls.append(_modes())
+    return F.scaled_dot_product_attention(q, q, q)
+
+
+def _by_torch(self: Any, q: Tensor, calls: Any) -> Tensor:
+    calls.append(_modes())
+    attend = torch.nn.functional.scaled_dot_product_attention if q.dim() else None
+    return attend(query=q, key=q, value=q)  # type: ignore[misc]
+
+
+def _by_global(self: Any, q: Tensor, calls: Any, *, scale: float | None = None) -> Tensor:
+    calls.append(_modes())
+    return scaled_dot_product_attention(q, q, q, scale=scale)
+
+
+def _by_import(self: Any, q: Tensor, calls: Any) -> Tensor:
+    import torch.nn.functional as local
+
+    calls.append(_modes())
+    return local.scaled_dot_product_attention(q, q, q)
+
+
+def _by_function(self: Any, q: Tensor, calls: Any) -> Tensor:
+    calls.append(_modes())
+    attend = lambda q: F.scaled_dot_product_attention(q, q, q)  # noqa: E731
+    return attend(q) if q.dim() else F.scaled_dot_product_attention(q, q, q)
+
+
+def _by_method(self: Any, q: Tensor, calls: Any) -> Tensor:
+    calls.append(_modes())
+    return self.attend(q) if q.dim() else F.scaled_dot_product_attention(q, q, q)
+
+
+def _of_its_own(self: Any, q: Tensor, calls: Any) -> Tensor:
+    calls.append(_modes())
+    return self.scaled_dot_product_attention(q)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "forward, modes, replaced",
+    [
+        (_by_f, 0, True), (_by_torch, 0, True), (_by_global, 0, True), (_by_import, 1, True),
+        (_by_function, 1, True), (_by_method, 1, True), (_of_its_own, 1, False),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)  # fmt: skip
+def test_how_sdpa_is_found(forward: Any, modes: int, replaced: bool) -> None:
+    kind = type("Caller", (nn.Module,), {"forward": forward})
+    if forward is _by_method:
+        kind.attend = lambda self, q: F.scaled_dot_product_attention(q, q, q)
+    kind.scaled_dot_product_attention = lambda self, q: 2.0 * q
+    module, q, calls = kind(), torch.randn(2, 3, 7, 8), []  # type: ignore[var-annotated]
+    expected = module(q, calls)
+    fastattn.patch(module, quiet=True)
+    assert ops_of(module, q, calls) == (["attention_fwd"] if replaced else [])
+    assert calls == [0, modes]
+    torch.testing.assert_close(module(q, calls), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("forward", [_by_f, _by_global])
+def test_sdpa_that_another_package_replaced(forward: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs as without `patch`, also if it was replaced afterwards."""
+    module, q = type("Caller", (nn.Module,), {"forward": forward})(), torch.randn(2, 3, 7, 8)
+    fastattn.patch(module, quiet=True)
+    for place in (F, sys.modules[__name__]):
+        monkeypatch.setattr(place, "scaled_dot_product_attention", lambda *qkv, **options: qkv[0])
+    assert module(q, []) is q
 
 
 def test_dropout_of_modules_that_call_sdpa() -> None:

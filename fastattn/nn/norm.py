@@ -76,10 +76,11 @@ def layer_norm(module: Any, input: Tensor) -> Tensor | None:
         and not input.is_nested
         and input.layout is _DENSE
         and (dtype := input.dtype) in FLOATS
-        and weight is not None
-        and weight.dtype is dtype
-        and weight.is_cpu
-        and weight.shape == shape
+        and (
+            input.shape[-1:] == shape
+            if weight is None
+            else weight.dtype is dtype and weight.is_cpu and weight.shape == shape
+        )
         and (bias is None or (bias.dtype is dtype and bias.is_cpu))
         and type(eps) is float
         and 0.0 <= eps < math.inf

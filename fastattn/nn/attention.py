@@ -358,33 +358,28 @@ def project(
 
     checked: as in `fusion.linear`.
     """
-    weights: tuple[Tensor, ...] = ()
-    # The flag is set with one packed weight alone.
-    if not module._qkv_same_embed_dim and attribute(module, "q_proj_weight") is not None:
-        weights = module.q_proj_weight, module.k_proj_weight, module.v_proj_weight  # type: ignore[assignment]
-    elif query is not key and key is not value and sharding_of(module) is SINGLE:
-        # One autograd node for the three gradients, where slices would add three padded ones.
-        weights = attribute(module, "in_proj_weight").chunk(3)
-    if weights:
-        bias: Tensor | None = attribute(module, "in_proj_bias")
-        biases = (None,) * 3 if bias is None else bias.chunk(3)
-        products = (
-            linear(x, weight, bias, checked=checked)
-            for x, weight, bias in zip((query, key, value), weights, biases, strict=True)
-        )
-        heads = module.num_heads, module.head_dim
-        return tuple(_heads(module, y.view(*y.shape[:-1], *heads)) for y in products)
-    if query is key and key is value:
-        parts = [(query, 0, 3)]
-    elif key is value:
-        parts = [(query, 0, 1), (key, 1, 2)]
-    elif query is key:
-        parts = [(query, 0, 2), (value, 2, 1)]
-    else:
+    packed = module._qkv_same_embed_dim or attribute(module, "q_proj_weight") is None
+    if not packed or query is not key is not value:
         parts = [(query, 0, 1), (key, 1, 1), (value, 2, 1)]
+    elif query is key and key is value:
+        parts = [(query, 0, 3)]
+    else:
+        parts = [(query, 0, 1), (key, 1, 2)] if key is value else [(query, 0, 2), (value, 2, 1)]
     found: tuple[Tensor, ...] = ()
-    for part in parts:
-        found += project_heads(module, *part, checked)
+    if len(parts) == 1 or (packed and sharding_of(module) is not SINGLE):
+        for part in parts:
+            found += project_heads(module, *part, checked)
+        return found
+    heads = module.num_heads, module.head_dim
+    sizes = [count * heads[0] * heads[1] for _, _, count in parts]
+    weights: Any = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+    if packed:  # one autograd node for the gradients, where slices would add padded ones
+        weights = attribute(module, "in_proj_weight").split(sizes)
+    bias: Tensor | None = attribute(module, "in_proj_bias")
+    biases = (None,) * 3 if bias is None else bias.split(sizes)
+    for (x, _, count), weight, part_bias in zip(parts, weights, biases, strict=False):
+        y = linear(x, weight, part_bias, checked=checked)
+        found += _as_heads(module, y.view(*y.shape[:-1], count, *heads))
     return found
 
 
@@ -392,9 +387,13 @@ def project_heads(
     module: nn.MultiheadAttention, x: Tensor, first: int, count: int, checked: bool = False
 ) -> tuple[Tensor, ...]:
     """`project_in` as heads: `count` tensors `[B, H, S, D]`."""
-    y = project_in(module, x, first, count, checked)  # [..., count, H, D]
+    return _as_heads(module, project_in(module, x, first, count, checked))
+
+
+def _as_heads(module: nn.MultiheadAttention, y: Tensor) -> tuple[Tensor, ...]:
+    """y `[..., count, H, D]` as `count` tensors `[B, H, S, D]`."""
     # Not of permuted heads: the backward copies the gradients once, into the order of y.
-    parts = (y.squeeze(-3),) if count == 1 else y.unbind(-3)
+    parts = (y.squeeze(-3),) if y.shape[-3] == 1 else y.unbind(-3)
     return tuple(_heads(module, part) for part in parts)
 
 

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fastattn import functional
 from fastattn.integrations import foreign_attention
 from fastattn.integrations.plain_syntax import Syntax, plain_syntax
-from fastattn.integrations.sdpa import ATTENTION_MODE, with_attention
+from fastattn.integrations.sdpa import ATTENTION_MODE, answering
 from fastattn.nn import norm
 from fastattn.nn.conversion import names, script_original
 from fastattn.nn.fusion import is_plain_tensor
@@ -450,12 +450,17 @@ for _published in (f"def forward(self, x): return {result}" for result in _RESUL
 
 # -- attention ------------------------------------------------------------------------------------
 def _with_attention(kind: Any) -> Forward:
-    others = [f for f in _methods(kind) if f is not kind.forward]
-    if not any("scaled_dot_product_attention" in names(f.__code__) for f in others):
-        if (made := with_attention(kind.forward)) is not None:
-            return made
+    original, answered = kind.forward, None
+    values = map(original.__globals__.get, original.__code__.co_names)
+    others = [f for f in (*_methods(kind), *values) if isinstance(f, types.FunctionType)]
+    used = (names(f.__code__) for f in others if f is not original)
+    if not any("scaled_dot_product_attention" in each for each in used):
+        tree = _tree(original)
+        answered = None if tree is None else answering(original, tree)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if answered is not None and kind.forward is original and answered.is_valid():
+            return answered.function(self, *args, **kwargs)
         with ATTENTION_MODE:
             return kind.forward(self, *args, **kwargs)
 
@@ -466,7 +471,8 @@ def _methods(kind: Any) -> Iterator[types.FunctionType]:
     """The functions of a module's class, without their decorators."""
     for base in kind.__mro__:
         for method in () if base.__module__.startswith("torch.") else vars(base).values():
-            function = inspect.unwrap(getattr(method, "__func__", method))
+            method = getattr(method, "__func__", getattr(method, "fget", method))
+            function = inspect.unwrap(method)
             if isinstance(function, types.FunctionType):
                 yield function
 
@@ -482,9 +488,9 @@ def chooses_backend(kind: Any) -> bool:
     return bool({"sdpa_kernel", "sdp_kernel"} & names_in(kind))
 
 
-def calls_sdpa(kind: Any) -> bool:
-    """Whether the code of its `forward` calls scaled_dot_product_attention."""
-    return "scaled_dot_product_attention" in kind.forward.__code__.co_names
+def calls_sdpa(function: types.FunctionType) -> bool:
+    """Whether the code of the function itself calls scaled_dot_product_attention."""
+    return "scaled_dot_product_attention" in function.__code__.co_names
 
 
 # -- recognizing ----------------------------------------------------------------------------------
@@ -499,7 +505,7 @@ def drop_in(kind: Any, was_seen: bool = False) -> type[nn.Module] | None:
         return None
     if chooses_backend(kind):
         return _made(kind, False)
-    return _made(kind, was_seen or calls_sdpa(kind))
+    return _made(kind, was_seen or calls_sdpa(original))
 
 
 @functools.cache
@@ -592,9 +598,14 @@ def _patterns(published: str) -> dict[str, re.Pattern[str]]:
 @functools.cache
 def _syntax(function: types.FunctionType) -> Syntax | None:
     """The plain code of the function that runs, which a decorator may have replaced."""
+    tree = _tree(function)
+    return None if tree is None else plain_syntax(tree)
+
+
+def _tree(function: types.FunctionType) -> ast.stmt | None:
     try:
         lines = inspect.getsource(function.__code__)
         (tree,) = ast.parse(textwrap.dedent(lines)).body
     except (OSError, TypeError, SyntaxError, ValueError):  # code without its source
         return None
-    return plain_syntax(tree)
+    return tree

@@ -5,15 +5,14 @@
 for CUDA tensors, and `restore_flash_attention_impl()` undoes that. SDPA still decides when its
 flash backend may run: without a mask, in half precision.
 
-In functions made by `with_attention`, and within an `AttentionMode`, `attention` answers the calls
+In functions made by `answering`, and within an `AttentionMode`, `attention` answers the calls
 of scaled_dot_product_attention itself, on every device, masks included.
 """
 
-import dis
+import ast
 import math
 import types
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,10 +25,10 @@ from fastattn.nn.fusion import is_plain_tensor
 
 NAME = "fastattn"
 _SDPA = "scaled_dot_product_attention"
-# What stands for it in code made by `with_attention`: in torch.nn.functional, and in the globals of
-# code that has imported the function itself.
+# What stands for it in code made by `answering`: in torch.nn.functional, and in the globals of code
+# that has imported the function itself.
 _ANSWERED = "_fastattn_scaled_dot_product_attention"
-_sdpa = F.scaled_dot_product_attention
+_sdpa = torch._C._nn.scaled_dot_product_attention  # also where another package has replaced it
 
 
 def register() -> None:
@@ -161,50 +160,71 @@ class AttentionMode(TorchFunctionMode):
 ATTENTION_MODE = AttentionMode()
 
 
-def with_attention(function: types.FunctionType) -> types.FunctionType | None:
-    """The same function, in which `attention` answers the calls of scaled_dot_product_attention as
-    within an `AttentionMode`, which adds 5 us (AMD EPYC, one thread) to every call of torch.
-
-    None unless its code finds it as a global, or as an attribute of torch.nn.functional, whose
-    names stand for these when the function is made.
+class Answering(NamedTuple):
+    """A function in which `attention` answers the calls of scaled_dot_product_attention without a
+    mode, which adds 5 us (AMD EPYC, one thread) to every call of torch. It may run while all names
+    in `found`, (namespace, name, value), have these values.
     """
-    known, code = function.__globals__, function.__code__
+
+    function: types.FunctionType
+    found: list[tuple[dict[str, Any], str, Any]]
+
+    def is_valid(self) -> bool:
+        if torch.compiler.is_compiling():  # there the mode takes no time
+            return False
+        for namespace, name, value in self.found:
+            if namespace.get(name) is not value:
+                return False
+        return True
+
+
+def answering(function: types.FunctionType, tree: ast.AST) -> Answering | None:
+    """The function with another name for scaled_dot_product_attention in its code.
+
+    tree: its source. None if this does anything but call it, or finds it elsewhere than in its
+    globals or in torch.nn.functional, by the names of modules.
+    """
+    code, namespace = function.__code__, function.__globals__
+    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     nested = [const for const in code.co_consts if isinstance(const, types.CodeType)]
-    if _SDPA not in code.co_names or any(_SDPA in names(const) for const in nested):
+    found: list[tuple[dict[str, Any], str, Any]] = [(vars(F), _SDPA, _sdpa)]
+    for node in ast.walk(tree):
+        if _SDPA not in (getattr(node, "attr", None), getattr(node, "id", None)):
+            continue
+        root, *path = ast.unparse(node).split(".")
+        if id(node) not in called or root in (
+            *code.co_varnames,
+            *code.co_cellvars,
+            *code.co_freevars,
+        ):
+            return None
+        place: Any = namespace
+        for name in (root, *path):
+            value = place.get(name) if isinstance(place, dict) else None
+            found.append((place, name, value))
+            place = vars(value) if isinstance(value, types.ModuleType) else value
+        if place is not _sdpa or (path and found[-1][0] is not vars(F)):
+            return None
+    if len(found) == 1 or any(_SDPA in names(const) for const in nested):
         return None
-    steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
-    for i, step in enumerate(steps):
-        if step.argval == _SDPA:
-            path = [_SDPA]
-            while steps[i].opname in ("LOAD_ATTR", "LOAD_METHOD") and i > 0:
-                i -= 1
-                path.insert(0, str(steps[i].argval))
-            found: Any = known.get(path[0]) if steps[i].opname == "LOAD_GLOBAL" else None
-            for name in path[1:-1]:
-                found = getattr(found, name, None)
-            if found is not (_sdpa if len(path) == 1 else F):
-                return None
-            _answer_in(known if len(path) == 1 else vars(F))
+    for place, name, _ in found:
+        if name == _SDPA:
+            place[_ANSWERED] = _answered
     renamed = tuple(_ANSWERED if name == _SDPA else name for name in code.co_names)
     made = types.FunctionType(
         code.replace(co_names=renamed),
-        known,
+        namespace,
         function.__name__,
         function.__defaults__,
         function.__closure__,
     )
     made.__kwdefaults__ = function.__kwdefaults__
-    return made
+    return Answering(made, found)
 
 
-def _answer_in(namespace: dict[str, Any]) -> None:
-    def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Any:
-        current: Callable[..., Any] = namespace[_SDPA]
-        if current is _sdpa and (out := _attention_of_sdpa(*args, **kwargs)) is not None:
-            return out
-        return current(*args, **kwargs)
-
-    namespace.setdefault(_ANSWERED, scaled_dot_product_attention)
+def _answered(*args: Any, **kwargs: Any) -> Any:
+    out = _attention_of_sdpa(*args, **kwargs)
+    return _sdpa(*args, **kwargs) if out is None else out
 
 
 def _attention_of_sdpa(

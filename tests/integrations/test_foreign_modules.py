@@ -2,8 +2,8 @@
 
 import copy
 import importlib
+import linecache
 import pickle
-import sys
 import types
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import rms_norm, scaled_dot_product_attention
+from torch.nn.functional import rms_norm
 from torch.nn.utils import parametrizations
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -276,76 +276,80 @@ def _modes() -> int:
     return int(torch._C._len_torch_function_stack())  # type: ignore[attr-defined]
 
 
-# Forwards that find the function in different ways, and whether every call of torch in them goes
-# through a mode, which takes longer: where its name is no global, or also stands elsewhere.
-def _by_f(self: Any, q: Tensor, calls: Any) -> Tensor:
-    calls.append(_modes())
+class Own(nn.Module):
+    """Another place where a function of this name is found."""
+
+    enabled = False
+
+    def scaled_dot_product_attention(self, *qkv: Tensor) -> Tensor:
+        return 2.0 * qkv[0]
+
+
+own = Own()
+Places = types.SimpleNamespace(ops=F)
+
+
+def _helper(q: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, q, q)
 
 
-def _by_torch(self: Any, q: Tensor, calls: Any) -> Tensor:
-    calls.append(_modes())
-    attend = torch.nn.functional.scaled_dot_product_attention if q.dim() else None
-    return attend(query=q, key=q, value=q)  # type: ignore[misc]
+# What a forward returns, whether `attention` answers, and whether a mode does it, in which every
+# function of torch takes longer.
+CALLERS = {
+    "F.scaled_dot_product_attention(q, q, value=q)": (True, False),
+    "torch.nn.functional.scaled_dot_product_attention(q, q, q)": (True, False),
+    "scaled_dot_product_attention(*(q, q, q))": (True, False),
+    "(lambda: F.scaled_dot_product_attention(q, q, q))() if q.dim() else"
+    " F.scaled_dot_product_attention(q, q, q)": (True, True),
+    "_helper(q) if q.dim() else F.scaled_dot_product_attention(q, q, q)": (True, True),
+    "Places.ops.scaled_dot_product_attention(q, q, q)": (True, True),
+    "(own if own.enabled else F).scaled_dot_product_attention(q, q, q)": (True, True),
+    "(F if own.enabled else own).scaled_dot_product_attention(q, q, q)": (False, True),
+    "own.scaled_dot_product_attention(q)": (False, True),
+    "q * (F.scaled_dot_product_attention is scaled_dot_product_attention)": (False, True),
+}  # fmt: skip
 
 
-def _by_global(self: Any, q: Tensor, calls: Any, *, scale: float | None = None) -> Tensor:
-    calls.append(_modes())
-    return scaled_dot_product_attention(q, q, q, scale=scale)
+def _caller(tmp_path: Any, returned: str) -> Any:
+    """A class with this forward, whose source can be read."""
+    path = tmp_path / "caller.py"
+    path.write_text(
+        f"def forward(self, q, calls, /):\n    calls.append(modes())\n    return {returned}\n"
+    )
+    modes = torch._C._len_torch_function_stack  # type: ignore[attr-defined]
+    sdpa = {"scaled_dot_product_attention": F.scaled_dot_product_attention}
+    known = {**globals(), "modes": modes, **sdpa}
+    exec(compile(path.read_text(), str(path), "exec"), known)
+    linecache.checkcache(str(path))
+    return type("Caller", (nn.Module,), {"forward": known["forward"]})
 
 
-def _by_import(self: Any, q: Tensor, calls: Any) -> Tensor:
-    import torch.nn.functional as local
-
-    calls.append(_modes())
-    return local.scaled_dot_product_attention(q, q, q)
-
-
-def _by_function(self: Any, q: Tensor, calls: Any) -> Tensor:
-    calls.append(_modes())
-    attend = lambda q: F.scaled_dot_product_attention(q, q, q)  # noqa: E731
-    return attend(q) if q.dim() else F.scaled_dot_product_attention(q, q, q)
-
-
-def _by_method(self: Any, q: Tensor, calls: Any) -> Tensor:
-    calls.append(_modes())
-    return self.attend(q) if q.dim() else F.scaled_dot_product_attention(q, q, q)
-
-
-def _of_its_own(self: Any, q: Tensor, calls: Any) -> Tensor:
-    calls.append(_modes())
-    return self.scaled_dot_product_attention(q)  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize(
-    "forward, modes, replaced",
-    [
-        (_by_f, 0, True), (_by_torch, 0, True), (_by_global, 0, True), (_by_import, 1, True),
-        (_by_function, 1, True), (_by_method, 1, True), (_of_its_own, 1, False),
-    ],
-    ids=lambda value: getattr(value, "__name__", None),
-)  # fmt: skip
-def test_how_sdpa_is_found(forward: Any, modes: int, replaced: bool) -> None:
-    kind = type("Caller", (nn.Module,), {"forward": forward})
-    if forward is _by_method:
-        kind.attend = lambda self, q: F.scaled_dot_product_attention(q, q, q)
-    kind.scaled_dot_product_attention = lambda self, q: 2.0 * q
-    module, q, calls = kind(), torch.randn(2, 3, 7, 8), []  # type: ignore[var-annotated]
+@pytest.mark.parametrize("returned", CALLERS)
+def test_how_sdpa_is_found(returned: str, tmp_path: Any) -> None:
+    module, q, calls = _caller(tmp_path, returned)(), torch.randn(2, 3, 7, 8), []  # type: ignore[var-annotated]
     expected = module(q, calls)
     fastattn.patch(module, quiet=True)
-    assert ops_of(module, q, calls) == (["attention_fwd"] if replaced else [])
-    assert calls == [0, modes]
+    answers, by_mode = CALLERS[returned]
+    assert ops_of(module, q, calls) == (["attention_fwd"] if answers else [])
+    assert calls == [0, by_mode]
     torch.testing.assert_close(module(q, calls), expected, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("forward", [_by_f, _by_global])
-def test_sdpa_that_another_package_replaced(forward: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It runs as without `patch`, also if it was replaced afterwards."""
-    module, q = type("Caller", (nn.Module,), {"forward": forward})(), torch.randn(2, 3, 7, 8)
+@pytest.mark.parametrize("place", [F, "globals", "forward"])
+def test_what_is_replaced_afterwards_runs(
+    place: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another package may replace the function, the name by which it is found, or the forward."""
+    kind, q = _caller(tmp_path, "F.scaled_dot_product_attention(q, q, q)"), torch.randn(2, 3, 7, 8)
+    module = kind()
     fastattn.patch(module, quiet=True)
-    for place in (F, sys.modules[__name__]):
-        monkeypatch.setattr(place, "scaled_dot_product_attention", lambda *qkv, **options: qkv[0])
-    assert module(q, []) is q
+    if place == "forward":
+        kind.forward = lambda self, q, calls: q
+    elif place == "globals":
+        kind.forward.__globals__["F"] = own
+    else:
+        monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *qkv: qkv[0])
+    assert torch.equal(module(q, []), 2.0 * q if place == "globals" else q)
 
 
 def test_dropout_of_modules_that_call_sdpa() -> None:

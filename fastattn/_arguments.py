@@ -7,8 +7,8 @@ Shapes as in `functional.py`. Valid calls take the fast path: messages are built
 import math
 import numbers
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NoReturn, TypeAlias
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,37 +30,6 @@ _DEFAULT_FUNCTIONS: tuple[Any, ...] = (
     Tensor.__torch_function__.__func__,  # type: ignore[attr-defined]
     torch._C._disabled_torch_function_impl,
 )
-
-
-# Arguments of other packages' attention functions: fastattn's name, or what to do instead.
-_SAME_AS = {
-    "attn_mask": "mask",
-    "attn_bias": "mask",
-    "is_causal": "causal",
-    "dropout": "dropout_p",
-    "p": "dropout_p",
-    "softmax_scale": "scale",
-    "window_size": "window",
-    "logits_soft_cap": "softcap",
-    "s_aux": "sinks",
-}
-_INSTEAD = {
-    "enable_gqa": "heads of k and v are shared without an argument",
-    "key_padding_mask": "use key_lengths=, or mask= (True = may attend) of shape [B, 1, 1, N]",
-    "need_weights": "use fastattn.attention_with_weights",
-}
-
-
-def refuse_unknown(function: Callable[..., Any], unknown: Mapping[str, Any]) -> NoReturn:
-    """Raises Python's TypeError for an unknown keyword argument, with a hint at the known one."""
-    given = next(iter(unknown))
-    message = f"{function.__name__}() got an unexpected keyword argument {given!r}"
-    known = function.__kwdefaults__ or {}
-    if _SAME_AS.get(given) in known:
-        message += f": use {_SAME_AS[given]}="
-    elif given in _INSTEAD and "mask" in known:
-        message += f": {_INSTEAD[given]}"
-    raise TypeError(message)
 
 
 def sizes(x: Tensor) -> list[int]:
@@ -455,7 +424,7 @@ def lengths_tensor(name: str, lengths: Any, device: torch.device) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
-def _number(name: str, value: Any) -> float:
+def check_number(name: str, value: Any) -> float:
     if type(value) is float:
         return value
     if isinstance(value, bool) or not isinstance(value, _NUMBERS):
@@ -467,7 +436,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def check_eps(eps: Any) -> float:
-    eps = _number("eps", eps)
+    eps = check_number("eps", eps)
     if not 0.0 <= eps < math.inf:
         raise ValueError(f"eps must be a finite number >= 0, got {eps}")
     return eps
@@ -502,20 +471,10 @@ def check_window(window: tuple[int, int] | None) -> tuple[int, int]:
 def check_scale(scale: float | None, D: int) -> float:
     if scale is None:
         return D**-0.5 if D else 1.0
-    scale = _number("scale", scale)
+    scale = check_number("scale", scale)
     if not -math.inf < scale < math.inf:  # math.isfinite does not trace
         raise ValueError(f"scale must be finite, got {scale}")
     return scale
-
-
-def check_softcap(softcap: float | None) -> float:
-    """The op's argument: 0.0 for none."""
-    if softcap is None:
-        return 0.0
-    softcap = _number("softcap", softcap)
-    if not 1e-30 <= softcap <= 1e30:  # so that kernels can multiply by it and by its inverse
-        raise ValueError(f"softcap must be a number from 1e-30 to 1e30, or None, got {softcap}")
-    return softcap
 
 
 def causal_code(
@@ -551,7 +510,7 @@ def causal_code(
 
 
 def check_probability(name: str, p: float) -> float:
-    p = _number(name, p)
+    p = check_number(name, p)
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"{name} must be between 0 and 1, got {p}")
     return p

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fastattn._arguments import check_device, check_float, check_softcap, sizes
+from fastattn._arguments import check_device, check_float, check_number, sizes
 from fastattn.ops.attention.op import CausalKind
 
 RelativeBuckets = Literal["t5", "t5_causal", "clipped"]
@@ -91,13 +91,23 @@ def score_arguments(
             raise ValueError(f"sinks must be [{H}], one for each query head, got {sizes(sinks)}")
         check_device("sinks", sinks, q.device)
         sinks = sinks.to(dtype).contiguous()
-    return bias, sinks, check_softcap(softcap)
+    return bias, sinks, _checked_softcap(softcap)
 
 
 def buckets_of(d: Tensor, buckets: int, kind: str | None, max_distance: int) -> Tensor:
     if kind == "clipped":
         return clipped_buckets(d, buckets)
     return t5_buckets(d, buckets, max_distance, kind == "t5_causal")
+
+
+def _checked_softcap(softcap: float | None) -> float:
+    """The op's argument: 0.0 for none."""
+    if softcap is None:
+        return 0.0
+    softcap = check_number("softcap", softcap)
+    if not 1e-30 <= softcap <= 1e30:  # so that kernels can multiply by it and by its inverse
+        raise ValueError(f"softcap must be a number from 1e-30 to 1e30, or None, got {softcap}")
+    return softcap
 
 
 def _check_alibi_slopes(slopes: Any, B: int, H: int, device: torch.device) -> None:

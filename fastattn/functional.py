@@ -48,7 +48,6 @@ from fastattn._arguments import (
     check_varlen_inputs,
     check_window,
     in_four_dimensions,
-    refuse_unknown,
     sizes,
 )
 from fastattn._arguments import Lengths as Lengths
@@ -62,7 +61,7 @@ from fastattn._arguments import lengths_tensor as lengths_tensor
 from fastattn._arguments import overrides_functions as overrides_functions
 from fastattn._arguments import plain_sizes as plain_sizes
 from fastattn._arguments import runs_eagerly as runs_eagerly
-from fastattn._options import AddNormOptions, AttentionOptions, PaddedOptions
+from fastattn._options import AddNormOptions, AttentionOptions, PaddedOptions, refuse_unknown
 from fastattn._paged import check_block_table, check_paged_inputs, refuse_gradients
 from fastattn._paged import first_differentiated as first_differentiated
 from fastattn._scores import RelativeBuckets, score_arguments
@@ -405,6 +404,71 @@ def attention_varlen(
     return (out, lse) if return_lse else out
 
 
+def plain_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: int,
+    scale: float,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    dropout_stream: int = 0,
+) -> Tensor:
+    """`attention` of checked inputs without other options. causal: the op's code."""
+    return attention_op.overload(None)(  # type: ignore[no-any-return]
+        q, k, v, None, None, None, None, None, None, 0, 0, None, None, 0.0, causal, -1, -1, scale,
+        dropout_p, dropout_seed, dropout_stream, None,
+    )[0]  # fmt: skip
+
+
+def attention_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | PreparedMask | None = None,
+    key_lengths: Lengths | None = None,
+    query_lengths: Lengths | None = None,
+    causal: Causal = False,
+    window: tuple[int, int] | None = None,
+    scale: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    relative_buckets: RelativeBuckets | None = None,
+    relative_max_distance: int = 128,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    dropout_stream: int = 0,
+    processes: int = 1,
+) -> ForwardCall:
+    """The op's arguments for checked arguments of `attention` over padded sequences. Each of the
+    processes has as many of the queries and keys, all rows of its mask, and all keys in its mask.
+    """
+    if (plain := plain_sizes(q, k, v)) is not None:
+        (B, H, rows, D), keys = plain, k.shape[2]
+    else:
+        q, k, v = autocast(q, k, v)
+        B, H, rows, D, keys = check_attention_inputs(q, k, v)
+    M, N = rows * processes, keys * processes
+    mask, causal = aligned_mask(mask, causal, M, N)
+    mask, mask_tiles, key_lengths, query_lengths = check_restrictions(
+        mask, key_lengths, query_lengths, B, H, rows, N, q.device
+    )
+    code = causal_code(causal, M, N, key_lengths, query_lengths)
+    distance_bias, sinks, cap = score_arguments(
+        alibi_slopes, softcap, sinks, relative_bias, relative_buckets, relative_max_distance,
+        causal=code, B=B, M=M, N=N, q=q,
+    )  # fmt: skip
+    left, right = check_window(window)
+    scale = check_scale(scale, D)
+    seed = check_dropout(dropout_p, dropout_seed, dropout_stream, q, takes_origin=True)
+    return ForwardCall(
+        q, k, v, mask, mask_tiles, key_lengths, query_lengths, None, None, 0, 0, distance_bias,
+        sinks, cap, code, left, right, scale, float(dropout_p), seed, dropout_stream, None,
+    )  # fmt: skip
+
+
 def attention_weights(
     q: Tensor,
     k: Tensor,
@@ -439,30 +503,18 @@ def attention_weights(
     """
     if unknown:
         refuse_unknown(attention_weights, unknown)
-    q, k = autocast(q, k)
-    B, H, M, D, N = check_attention_inputs(q, k, k)
-    mask, causal = aligned_mask(mask, causal, M, N)
-    mask, mask_tiles, key_lengths, query_lengths = check_restrictions(
-        mask, key_lengths, query_lengths, B, H, M, N, q.device
-    )
-    code = causal_code(causal, M, N, key_lengths, query_lengths)
-    scores = score_arguments(
-        alibi_slopes, softcap, sinks, relative_bias, relative_buckets, relative_max_distance,
-        causal=code, B=B, M=M, N=N, q=q,
+    call = attention_call(
+        q, k, k, mask, key_lengths, query_lengths, causal, window, scale, alibi_slopes, softcap,
+        sinks, relative_bias, relative_buckets, relative_max_distance,
     )  # fmt: skip
-    limits = (*scores, code, *check_window(window), check_scale(scale, D))
-    if rows is None and heads is None and q.device.type == "cpu":
+    if rows is None and heads is None and call.q.is_cpu:
         # Values without columns: the kernel computes weights alone, in the dtype of the result.
-        q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
-        return attention_with_weights_op(
-            q, k, k.detach()[..., :0], mask, mask_tiles, key_lengths, query_lengths, None, None,
-            0, 0, *limits, 0.0, None, 0, None, False,
-        )[2]  # fmt: skip
-    return _attention_weights(
-        ForwardCall(q, k, k, mask, None, key_lengths, query_lengths, None, None, 0, 0, *limits),
-        check_index("rows", rows, M, q.device),
-        check_index("heads", heads, H, q.device),
-    )
+        q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (call.q, call.k))
+        values = k.detach()[..., :0]
+        return attention_with_weights_op(q, k, values, *call[3:], False)[2]  # type: ignore[no-any-return]
+    (_, H, M, _), device = call.q.shape, call.q.device
+    rows, heads = check_index("rows", rows, M, device), check_index("heads", heads, H, device)
+    return _attention_weights(call, rows, heads)
 
 
 def attention_with_weights(
@@ -507,26 +559,12 @@ def attention_with_weights(
         refuse_unknown(attention_with_weights, unknown)
     if not isinstance(average, bool):
         raise TypeError(f"average must be a bool, got {type(average).__name__}")
-    if (plain := plain_sizes(q, k, v)) is not None:
-        (B, H, M, D), N = plain, k.shape[2]
-    else:
-        q, k, v = autocast(q, k, v)
-        B, H, M, D, N = check_attention_inputs(q, k, v)
-    mask, causal = aligned_mask(mask, causal, M, N)
-    mask, mask_tiles, key_lengths, query_lengths = check_restrictions(
-        mask, key_lengths, query_lengths, B, H, M, N, q.device
-    )
-    code = causal_code(causal, M, N, key_lengths, query_lengths)
-    scores = score_arguments(
-        alibi_slopes, softcap, sinks, relative_bias, relative_buckets, relative_max_distance,
-        causal=code, B=B, M=M, N=N, q=q,
+    call = attention_call(
+        q, k, v, mask, key_lengths, query_lengths, causal, window, scale, alibi_slopes, softcap,
+        sinks, relative_bias, relative_buckets, relative_max_distance, dropout_p, dropout_seed,
+        dropout_stream,
     )  # fmt: skip
-    seed = check_dropout(dropout_p, dropout_seed, dropout_stream, q, takes_origin=True)
-    out, _, weights = attention_with_weights_op(
-        q, k, v, mask, mask_tiles, key_lengths, query_lengths, None, None, 0, 0, *scores, code,
-        *check_window(window), check_scale(scale, D), float(dropout_p), seed, dropout_stream,
-        None, average, backend=backend,
-    )  # fmt: skip
+    out, _, weights = attention_with_weights_op(*call, average, backend=backend)
     return out, weights
 
 

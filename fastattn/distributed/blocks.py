@@ -75,38 +75,31 @@ def _up(x: int, unit: int) -> int:
 
 @dataclass(frozen=True)
 class Call:
-    """What attention of the whole sequences is, besides its inputs that may require a gradient.
-    key_lengths are [B], or [B, M / P] for the queries of this process.
+    """What attention of the whole sequences is. options: the op's arguments without the inputs that
+    may require a gradient. key_lengths are [B], or [B, M / P] for the queries of this process;
+    dropout_seed is [5], see `attention`.
     """
 
     M: int
     N: int
-    key_lengths: Tensor | None
-    query_lengths: Tensor | None
-    softcap: float
-    causal: int
-    window_left: int
-    window_right: int
-    scale: float
-    dropout_p: float
-    dropout_seed: Tensor | None  # [5], see `attention`
-    dropout_stream: int
+    options: ForwardCall
     backend: str | None
 
     @property
     def bounds(self) -> tuple[int, int]:
         """low and high: a pair is blocked unless low <= j - i <= high."""
-        unlimited = self.M + self.N
-        if self.causal == _BY_LENGTHS:  # key_lengths and a mask of each block instead
+        unlimited, causal = self.M + self.N, self.options.causal
+        left, right = self.options.window_left, self.options.window_right
+        if causal == _BY_LENGTHS:  # key_lengths and a mask of each block instead
             return -unlimited, unlimited
-        offset = self.N - self.M if self.causal == _BOTTOM_RIGHT else 0
-        low = offset - self.window_left if self.window_left >= 0 else -unlimited
-        high = offset + self.window_right if self.window_right >= 0 else unlimited
-        return low, min(high, offset) if self.causal else high
+        offset = self.N - self.M if causal == _BOTTOM_RIGHT else 0
+        low = offset - left if left >= 0 else -unlimited
+        high = offset + right if right >= 0 else unlimited
+        return low, min(high, offset) if causal else high
 
     @property
     def unit(self) -> int:
-        return DROPOUT_TILE if self.dropout_p > 0 else 1
+        return DROPOUT_TILE if self.options.dropout_p > 0 else 1
 
     def rectangles(self, query: int, m: int, key: int, n: int) -> tuple[Rectangle, ...]:
         """Those of the chunk of m queries from `query` on and of the n keys from `key` on."""
@@ -201,7 +194,7 @@ class Block:
         total, gradient = totals[4], gradients[4]
         if total is None or gradient is None:
             return
-        if self.call.causal == _BY_LENGTHS:
+        if self.call.options.causal == _BY_LENGTHS:
             by_sequence = torch.zeros_like(total).expand(gradient.shape[0], -1, -1).contiguous()
             by_sequence.scatter_add_(2, self._entries(gradient), gradient)
             total.add_(by_sequence.sum_to_size(total.shape))
@@ -233,12 +226,13 @@ class Block:
     @property
     def _offsets(self) -> Tensor:
         """The offset of the diagonal by each sequence's own lengths, [B, 1]."""
-        ends = (self.call.key_lengths, self.call.N), (self.call.query_lengths, self.call.M)
+        options = self.call.options
+        ends = (options.key_lengths, self.call.N), (options.query_lengths, self.call.M)
         n, m = (most if x is None else x.clamp(0, most)[:, None] for x, most in ends)
         return n - m  # type: ignore[return-value]
 
     def _forward_call(self, x: Inputs) -> ForwardCall:
-        call, at, causal, left, right = self.call, self.at, 0, -1, -1
+        call, at, causal, left, right = self.call.options, self.at, 0, -1, -1
         mask = None if x.mask is None else self.of_mask(x.mask)
         key_lengths, allowed = self._key_lengths(x.q.device), self._allowed(x.q.device)
         if allowed is not None:
@@ -260,12 +254,10 @@ class Block:
         seed = call.dropout_seed
         if seed is not None:
             seed = torch.cat([seed[:3], seed[3:4] + self.query, seed[4:] + self.key])
-        return ForwardCall(
-            self.of_rows(x.q), self.of_keys(x.k), self.of_keys(x.v), mask,
+        return call._replace(
+            q=self.of_rows(x.q), k=self.of_keys(x.k), v=self.of_keys(x.v), mask=mask,
             key_lengths=key_lengths, query_lengths=query_lengths, distance_bias=bias,
-            softcap=call.softcap, causal=causal, window_left=left, window_right=right,
-            scale=call.scale, dropout_p=call.dropout_p, dropout_seed=seed,
-            dropout_stream=call.dropout_stream,
+            causal=causal, window_left=left, window_right=right, dropout_seed=seed,
         )  # fmt: skip
 
     @property
@@ -274,7 +266,7 @@ class Block:
         return not self.at.low <= 0 <= self.at.high
 
     def _key_lengths(self, device: torch.device) -> Tensor | None:
-        call, lengths = self.call, self.call.key_lengths
+        call, lengths = self.call.options, self.call.options.key_lengths
         if call.causal == _BY_LENGTHS:  # [B, rows]: the causal restriction limits keys of each row
             ends = self.query + 1 + torch.arange(self.at.rows, device=device) + self._offsets
             lengths = ends if lengths is None else torch.minimum(ends, lengths[:, None])
@@ -284,8 +276,8 @@ class Block:
 
     def _allowed(self, device: torch.device) -> Tensor | None:
         """A mask for bounds that the op's arguments cannot express, [B or 1, 1, rows, keys]."""
-        left = self.call.window_left
-        by_lengths = self.call.causal == _BY_LENGTHS and left >= 0
+        left = self.call.options.window_left
+        by_lengths = self.call.options.causal == _BY_LENGTHS and left >= 0
         if not (by_lengths or self._is_small):
             return None
         i = torch.arange(self.at.rows, device=device)[:, None]

@@ -1,31 +1,17 @@
 """Attention over a sequence that is divided between processes."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from fastattn._arguments import (
-    Causal,
-    Lengths,
-    autocast,
-    causal_code,
-    check_attention_inputs,
-    check_dropout,
-    check_restrictions,
-    check_scale,
-    check_window,
-)
-from fastattn._scores import RelativeBuckets, score_arguments
 from fastattn.distributed.all_to_all import gather_rows, to_heads, to_sequence
-from fastattn.distributed.blocks import DROPOUT_TILE, Call
+from fastattn.distributed.blocks import DROPOUT_TILE, Call, Inputs
 from fastattn.distributed.ring import Ring, RingAttention
 from fastattn.distributed.sequence import place
-from fastattn.functional import PreparedMask
-from fastattn.ops.attention.op import ForwardCall
-from fastattn.ops.attention.op import attention as attention_op
+from fastattn.functional import attention_call, attention_op
 
 Method = Literal["ring", "all_to_all"]
 
@@ -39,28 +25,14 @@ def context_parallel_attention(
     balanced: bool = False,
     key_balanced: bool | None = None,
     group: dist.ProcessGroup | None = None,
-    mask: Tensor | PreparedMask | None = None,
-    key_lengths: Lengths | None = None,
-    query_lengths: Lengths | None = None,
-    causal: Causal = False,
-    window: tuple[int, int] | None = None,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: Tensor | None = None,
-    dropout_stream: int = 0,
-    alibi_slopes: Tensor | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    relative_bias: Tensor | None = None,
-    relative_buckets: RelativeBuckets | None = None,
-    relative_max_distance: int = 128,
     return_lse: bool = False,
+    **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`attention` of sequences that are divided between the P processes of `group`, for this
     process's queries. Every process calls with the same options, shapes and `requires_grad`.
 
-    The arguments that are not described here are those of `attention`, for the whole sequences: M
-    queries and N keys.
+    options are the other arguments of `attention` but `block_table` and `backend`, for the whole
+    sequences, M queries and N keys, if they are not described here.
 
     Args:
         q: [B, H, M / P, D]; k: [B, K, N / P, D]; v: [B, K, N / P, E], from `shard_sequence`.
@@ -104,38 +76,27 @@ def context_parallel_attention(
         raise ValueError(f'method must be "ring" or "all_to_all", got {method!r}')
     P, rank = place(group)
     key_balanced = balanced if key_balanced is None else key_balanced
-    q, k, v = autocast(q, k, v)
-    B, H, rows, D, keys = check_attention_inputs(q, k, v)
-    M, N = rows * P, keys * P
-    mask, _, key_lengths, query_lengths = check_restrictions(
-        mask, key_lengths, query_lengths, B, H, rows, N, q.device
-    )
-    code = causal_code(causal, M, N, key_lengths, query_lengths)
-    bias, sinks, cap = score_arguments(
-        alibi_slopes, softcap, sinks, relative_bias, relative_buckets, relative_max_distance,
-        causal=code, B=B, M=M, N=N, q=q,
-    )  # fmt: skip
-    left, right = check_window(window)
-    seed = check_dropout(dropout_p, dropout_seed, dropout_stream, q, takes_origin=True)
-    in_tiles = seed is not None and method == "ring"
+    whole = attention_call(q, k, v, **options, processes=P)
+    q, k, v, mask = whole[:4]
+    inputs = q, k, v, mask, whole.distance_bias, whole.sinks
+    in_tiles = whole.dropout_seed is not None and method == "ring"
     _check_chunks("q", q, balanced, in_tiles)
     _check_chunks("k", k, key_balanced, in_tiles)
+    without_inputs: dict[str, Any] = dict.fromkeys(("mask_tiles", *Inputs._fields, "sinks"))
+    without_inputs["dropout_seed"] = _with_origin(whole.dropout_seed)
     call = Call(
-        M, N, key_lengths, query_lengths, cap, code, left, right, check_scale(scale, D),
-        float(dropout_p), _with_origin(seed), dropout_stream, attention_op.choice(None),
-    )  # fmt: skip
+        q.shape[2] * P, k.shape[2] * P, whole._replace(**without_inputs), attention_op.choice(None)
+    )
     if method == "ring":
         ring = Ring(group, P, rank, balanced, key_balanced)
-        out, lse = RingAttention.apply(q, k, v, mask, bias, sinks, ring, call)
+        out, lse = RingAttention.apply(*inputs, ring, call)
     else:
         if k.shape[1] % P:
             raise ValueError(
                 f'k must have a number of heads that {P} divides for method="all_to_all", '
                 f"got {k.shape[1]}"
             )
-        out, lse = _by_heads(
-            q, k, v, mask, bias, sinks, call, balanced, key_balanced, group, return_lse
-        )
+        out, lse = _by_heads(*inputs, call, balanced, key_balanced, group, return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -181,18 +142,16 @@ def _by_heads(
             mask = gather_rows(mask, balanced, group)
         elif mask.shape[1] > 1:
             mask = mask[:, heads]
-    key_lengths, seed = call.key_lengths, call.dropout_seed
+    key_lengths, seed = call.options.key_lengths, call.options.dropout_seed
     if key_lengths is not None and key_lengths.dim() == 2:
         key_lengths = gather_rows(key_lengths[:, None], balanced, group)[:, 0]
     if seed is not None:
         seed = torch.cat([seed[:2], seed[2:3] + heads.start, seed[3:]])
     q, k, v = to_heads([q, k, v], [balanced, key_balanced, key_balanced], group)
-    of_heads = ForwardCall(
-        q, k, v, mask, key_lengths=key_lengths, query_lengths=call.query_lengths,
+    of_heads = call.options._replace(
+        q=q, k=k, v=v, mask=mask, key_lengths=key_lengths, dropout_seed=seed,
         distance_bias=None if bias is None else bias[:, heads],
-        sinks=None if sinks is None else sinks[heads], softcap=call.softcap, causal=call.causal,
-        window_left=call.window_left, window_right=call.window_right, scale=call.scale,
-        dropout_p=call.dropout_p, dropout_seed=seed, dropout_stream=call.dropout_stream,
+        sinks=None if sinks is None else sinks[heads],
     )  # fmt: skip
     out, lse = attention_op(*of_heads, backend=call.backend)
     results = [out, lse] if return_lse else [out]

@@ -200,7 +200,7 @@ class RingAttention(torch.autograd.Function):
             lse = m + log_sum
         else:
             positions = ring.positions(call, q.device)
-            lse = merge_sinks(out, m, log_sum, sinks, call.query_lengths, positions)
+            lse = merge_sinks(out, m, log_sum, sinks, call.options.query_lengths, positions)
         result = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, mask, distance_bias, sinks, result, lse, m, log_sum)
         ctx.ring, ctx.call = ring, call

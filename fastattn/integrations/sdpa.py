@@ -246,10 +246,8 @@ def _attention_of_sdpa(
         and (sizes := functional.plain_sizes(query, key, value)) is not None
     ):
         code = functional.CAUSAL["top_left"] if is_causal else 0
-        return functional.attention_op.overload(None)(
-            query, key, value, None, None, None, None, None, None, 0, 0, None, None, 0.0, code,
-            -1, -1, sizes[3] ** -0.5 if sizes[3] else 1.0, 0.0, None, 0, None,
-        )[0]  # fmt: skip
+        scale = sizes[3] ** -0.5 if sizes[3] else 1.0
+        return functional.plain_attention(query, key, value, code, scale)
     inputs = (query, key, value)
     if not all(_is_supported(x) and x.dim() == 4 and x.dtype in functional.FLOATS for x in inputs):
         return None

@@ -298,11 +298,15 @@ def attend(
         and not options
         and (streams.checked or functional.plain_sizes(q, k, v))
     ):
-        return functional.attention_op(  # type: ignore[no-any-return]
-            q, k, v, None, None, None, None, None, None, 0, 0, None, None, 0.0,
-            functional.CAUSAL[causal], -1, -1, functional.check_scale(None, q.shape[3]), p,
-            stream.get("dropout_seed"), stream.get("dropout_stream", 0), None,
-        )[0]  # fmt: skip
+        return functional.plain_attention(
+            q,
+            k,
+            v,
+            functional.CAUSAL[causal],
+            functional.check_scale(None, q.shape[3]),
+            p,
+            **stream,
+        )
     return sharding.attention(
         q,
         k,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fastattn import functional
-from fastattn.ops.attention.op import CAUSAL
+from fastattn.ops.attention.calls import is_restricted
 from fastattn.ops.attention.reference import allowed_pairs
 from fastattn.testing.spec import Inputs, OpSpec
 
@@ -131,29 +131,19 @@ def load(name: str) -> Implementation:
     return Implementation(name, found)
 
 
-def dense_mask(
-    q: Tensor,
-    k: Tensor,
-    *,
-    mask: Tensor | None = None,
-    key_lengths: Tensor | None = None,
-    query_lengths: Tensor | None = None,
-    causal: bool | str = False,
-    window: tuple[int, int] | None = None,
-) -> Tensor | None:
+def dense_mask(q: Tensor, k: Tensor, **restrictions: Any) -> Tensor | None:
     """All restrictions of a call of `fastattn.attention` in one mask, for kernels that take only a
     mask.
+
+    restrictions: mask, key_lengths, query_lengths, causal and window, as in `attention`.
 
     Returns bool [B or 1, H or 1, M, N], True = may attend; if `mask` is floating, a mask of its
     dtype with -inf at blocked pairs; None if there is no restriction.
     """
-    given = (mask, key_lengths, query_lengths, causal or None, window)
-    if all(value is None for value in given):
+    call = functional.attention_call(q, k, k, **restrictions)
+    if not is_restricted(call):
         return None
-    mask = None if mask is None else mask[(None,) * (4 - mask.dim())]
-    alignment = CAUSAL["top_left" if causal is True else causal]
-    bounds = (alignment, *(window or (-1, -1)))
-    allowed = allowed_pairs(q, k, mask, key_lengths, query_lengths, *bounds)
+    allowed, mask = allowed_pairs(call), call.mask
     if mask is None or mask.dtype == torch.bool:
         return allowed
     return torch.where(allowed, mask, -torch.inf)

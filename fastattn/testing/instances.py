@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastattn.ops import _env, _native
 from fastattn.ops._op import OPS
+from fastattn.ops.attention.spec import SCORES
 from fastattn.ops.attention.spec_inputs import make_inputs as attention_inputs
 from fastattn.ops.attention.spec_varlen import make_inputs as varlen_inputs
 from fastattn.ops.ffn.spec import make_inputs as ffn_inputs
@@ -68,7 +69,6 @@ _DECODING = {"B": 1, "H": 2, "M": 1, "N": 2100}
 _UNEQUAL = {"queries": [1100, *[33] * 70], "keys": None}
 # More tiles of 128 x 128 than two for each multiprocessor.
 _MANY_TILES = {"rows": (4096,), "D": 64, "hidden": 2048}
-_SCORES: dict[str, Any] = {"softcap": 2.0, "alibi": "H", "sinks": 0.0}
 _PAGES: dict[str, Any] = {"page": 16, "N": 144, "causal": "bottom_right"}
 # The variants of the Hopper kernels (kFull ... in csrc/attention/attention.h) as options.
 _VARIANTS: dict[str, dict[str, Any]] = {
@@ -81,10 +81,10 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "bias_dropout": {"mask": "float HMN", "dropout_p": 0.2},
     "sinks": {"causal": "bottom_right", "sinks": 0.0},
     "paged": _PAGES | {"sinks": 0.0},
-    "scores": _SCORES | {"causal": "bottom_right"},
-    "scores_dropout": _SCORES | {"dropout_p": 0.2},
-    "scores_dense": _SCORES | {"mask": "float HMN", "dropout_p": 0.2},
-    "paged_scores": _PAGES | _SCORES,
+    "scores": SCORES | {"causal": "bottom_right"},
+    "scores_dropout": SCORES | {"dropout_p": 0.2},
+    "scores_dense": SCORES | {"mask": "float HMN", "dropout_p": 0.2},
+    "paged_scores": _PAGES | SCORES,
 }
 # The backward of the first two is that of "bounded", of the third that of "scores"; there is none
 # for pages.
@@ -153,7 +153,7 @@ def _hopper() -> Iterator[Instance]:
     for dtype in ("bf16", "fp16"):
         yield attention(dtype, "fwd", 64, "splits", **_DECODING)
         for direction in ("fwd", "bwd"):
-            yield attention(dtype, direction, 64, "scores_mask", mask="bool BHMN", **_SCORES)
+            yield attention(dtype, direction, 64, "scores_mask", mask="bool BHMN", **SCORES)
         yield packed(dtype, "fwd", "packed")
         yield packed(dtype, "bwd", "packed")
         yield packed(dtype, "fwd", "sorted", **_UNEQUAL)

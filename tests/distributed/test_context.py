@@ -17,7 +17,7 @@ from fastattn.distributed.blocks import Call, rectangles
 from fastattn.distributed.ring import Ring, Route, Transfers, routes
 from fastattn.distributed.sequence import chunk_count
 from fastattn.ops import _env
-from fastattn.ops.attention.op import CAUSAL
+from fastattn.ops.attention.op import CAUSAL, ForwardCall
 
 pytestmark = needs_distributed
 attend: Any = context_parallel_attention
@@ -65,9 +65,8 @@ def test_chunks_are_passed_as_far_as_they_are_needed() -> None:
 
 def test_balanced_chunks_divide_causal_work_equally() -> None:
     P, M = 4, 32
-    call = Call(
-        M, M, None, None, 0.0, CAUSAL["top_left"], -1, -1, 1.0, 0.0, None, 0, None
-    )  # fmt: skip
+    x = torch.empty(0)
+    call = Call(M, M, ForwardCall(x, x, x, causal=CAUSAL["top_left"]), None)
 
     def pairs(rank: int, balanced: bool) -> int:
         ring = Ring(None, P, rank, balanced, balanced)

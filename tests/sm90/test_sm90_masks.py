@@ -14,6 +14,7 @@ from sm90_on_host.build import build, missing
 from torch import Tensor
 
 from fastattn.ops.attention import prepared, reference
+from fastattn.ops.attention.calls import ForwardCall
 from fastattn.ops.attention.sm90_bias import as_readable, is_readable
 from fastattn.testing import dropout_mask
 
@@ -127,7 +128,9 @@ def test_masked_scores(native: ctypes.CDLL, name: str) -> None:
         for x in (c.key_lengths, c.query_lengths)
     ]
     q, k = torch.empty(B, H, M, 1), torch.empty(B, H, N, 1)
-    allowed = reference.allowed_pairs(q, k, mask, *lengths, c.causal, *c.window).expand(B, H, M, N)
+    windows = dict(zip(("window_left", "window_right"), c.window, strict=True))
+    call = ForwardCall(q, k, k, mask, None, *lengths, causal=c.causal, **windows)
+    allowed = reference.allowed_pairs(call).expand(B, H, M, N)
     s = torch.randn(B, H, M, N, generator=torch.Generator().manual_seed(2))
 
     left, right = (UNLIMITED if n < 0 else n for n in c.window)

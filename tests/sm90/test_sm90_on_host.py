@@ -448,12 +448,12 @@ def check_forward(c: Case, shared_keys: int = 0) -> tuple[ForwardCall, Tensor, T
         q[sum(queries) :] = k[sum(keys) :] = v[sum(keys) :] = torch.nan
         for rows, columns in zip(_spans(queries), _spans(keys), strict=True):
             own = [x.transpose(0, 1)[None] for x in (q[rows], k[columns], v[columns])]
-            _poison(*own, reference.allowed_pairs(*own[:2], None, None, None, c.causal, *c.window))
+            bounds = {"causal": c.causal, "window_left": left, "window_right": right}
+            _poison(*own, reference.allowed_pairs(ForwardCall(*own, **bounds)))
         out, lse = torch.empty(M, c.H, E, dtype=c.dtype), torch.empty(c.H, M)
     else:
         options |= {"mask": mask, "key_lengths": lengths[0], "query_lengths": lengths[1]}
-        allowed = reference.allowed_pairs(q, k, mask, *lengths, c.causal, *c.window)
-        _poison(q, k, v, allowed)
+        _poison(q, k, v, reference.allowed_pairs(ForwardCall(q, k, v, **options)))
         out = torch.empty(c.B, M, c.H, E, dtype=c.dtype).transpose(1, 2)
         if not c.heads_inside:
             out = out.contiguous()

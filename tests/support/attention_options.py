@@ -6,16 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from fastattn._scores import score_arguments
 from fastattn.ops.attention.calls import ForwardCall
 from fastattn.ops.attention.prepared import classify
-from fastattn.ops.attention.spec_inputs import (
-    RELATIVE,
-    dropout_of,
-    restrictions,
-    scale_of,
-    scores_of,
-)
+from fastattn.ops.attention.spec_inputs import call_of
 
 # For attention with 20 queries, 40 keys and head dim 16.
 CHANGES: dict[str, dict[str, Any]] = {
@@ -80,23 +73,20 @@ def packing(cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> dict[str, Any
 def packed_call(inputs: dict[str, Any]) -> ForwardCall:
     """The op's arguments of a sample of attention_varlen."""
     q, k, v = (inputs[name].transpose(0, 1) for name in "qkv")
-    offsets = inputs["cu_seqlens_q"], inputs["cu_seqlens_k"]
-    M, N = inputs["max_seqlen_q"], inputs["max_seqlen_k"]
-    slopes, cap, sinks = (inputs.get(name) for name in ("alibi_slopes", "softcap", "sinks"))
-    table, kind, distance = (inputs.get(name) for name in RELATIVE)
-    causal, left, right = restrictions(inputs)[3:]
-    scores = score_arguments(
-        slopes, cap, sinks, table, kind, 128 if distance is None else distance,
-        causal=causal, B=offsets[0].numel() - 1, M=M, N=N, q=q,
-    )  # fmt: skip
-    options = (*scores, causal, left, right, scale_of(inputs), *dropout_of(inputs))
-    return ForwardCall(q, k, v, None, None, None, None, *offsets, M, N, *options)
+    fields = {n: x for n, x in inputs.items() if n.startswith(("cu_seqlens", "max_seqlen"))}
+    B, causal = fields["cu_seqlens_q"].numel() - 1, inputs.get("causal", False)
+    sizes = (fields["max_seqlen_q"], fields["max_seqlen_k"], fields["max_seqlen_k"])
+    padded = {
+        name: x.new_empty(B, x.shape[1], size, x.shape[2])
+        for name, x, size in zip("qkv", (q, k, v), sizes, strict=True)
+    }
+    call = call_of(inputs | padded | {"causal": "top_left" if causal is True else causal})
+    return call._replace(q=q, k=k, v=v, **fields)
 
 
 def padded_call(inputs: dict[str, Any]) -> ForwardCall:
     """The op's arguments of a sample of attention."""
-    q, k, v = (inputs[name] for name in "qkv")
-    mask, *lengths, causal, left, right = restrictions(inputs)
-    mask_tiles = classify(mask) if inputs.get("prepared") else None
-    options = (*scores_of(inputs), causal, left, right, scale_of(inputs), *dropout_of(inputs))
-    return ForwardCall(q, k, v, mask, mask_tiles, *lengths, None, None, 0, 0, *options)
+    call = call_of(inputs)
+    if call.mask is None or not inputs.get("prepared"):
+        return call
+    return call._replace(mask_tiles=classify(call.mask))

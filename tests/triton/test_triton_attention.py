@@ -483,7 +483,7 @@ def test_dead_keys_match_allowed_pairs() -> None:
         q, k = torch.empty(1, 1, M, 8), torch.empty(1, 1, N, 8)
         for left, right in itertools.product(range(-1, 4), range(-1, 4)):
             call = ForwardCall(q, k, k, causal=causal, window_left=left, window_right=right)
-            pairs = reference.allowed_pairs(q, k, None, None, None, causal, left, right)
+            pairs = reference.allowed_pairs(call)
             dead = not pairs.expand(1, 1, M, N).any(2).all()
             assert call_shape.call_shape_of(call).dead_keys == dead, (M, N, causal, left, right)
 

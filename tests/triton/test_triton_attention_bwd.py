@@ -26,10 +26,17 @@ if _env.interpreting():
 
     patched_interpreter.install()
 
-from attention_options import BASE, CHANGES, PACKED_BASE, PACKED_CHANGES, packed_call
+from attention_options import (
+    BASE,
+    CHANGES,
+    PACKED_BASE,
+    PACKED_CHANGES,
+    packed_call,
+    padded_call,
+)
 
 from benchmarks.tune_attention_bwd import candidates
-from fastattn.ops.attention import prepared, reference, spec, spec_paged, spec_varlen
+from fastattn.ops.attention import reference, spec, spec_paged, spec_varlen
 from fastattn.ops.attention.calls import (
     BackwardCall,
     ForwardCall,
@@ -37,12 +44,9 @@ from fastattn.ops.attention.calls import (
 )
 from fastattn.ops.attention.spec_inputs import (
     allowed_of,
+    call_of,
     dead_positions,
-    dropout_of,
     make_inputs,
-    restrictions,
-    scale_of,
-    scores_of,
 )
 from fastattn.ops.attention.triton import backward as launchers
 from fastattn.ops.attention.triton import bwd_config
@@ -82,11 +86,11 @@ def _floating(x: Any) -> bool:
 
 def _by_distance(inputs: Inputs, douts: Sequence[Tensor], distance_bias: Tensor) -> Tensor:
     """Magnitudes of ddistance_bias: sums of those of each pair's score."""
-    mask, *lengths, causal, _, _ = restrictions(inputs)
-    added = 0.0 if mask is None or mask.dtype == torch.bool else mask
+    call = call_of(inputs)
+    added = 0.0 if call.mask is None or call.mask.dtype == torch.bool else call.mask
     pairs = torch.where(allowed_of(inputs), added, -torch.inf)
     sizes = spec.SPECS[0].magnitudes(inputs | {"mask": pairs}, tuple(douts))["dmask"]
-    return reference._sum_by_distance(sizes, distance_bias, *lengths, causal)
+    return reference._sum_by_distance(sizes, call._replace(distance_bias=distance_bias))
 
 
 class Call:
@@ -101,36 +105,26 @@ class Call:
         generator = torch.Generator().manual_seed(zlib.crc32(sample.name.encode()))
         self.inputs = sample.make(generator, dtype)
         inputs = self.inputs
-        restricted = restrictions(inputs)
-        mask, lengths = restricted[0], restricted[1:3]
-        mask_tiles = prepared.classify(mask) if inputs.get("prepared") else None
-        self.tensors = (inputs["q"], inputs["k"], inputs["v"], mask, mask_tiles, *lengths)
-        self.options = (
-            *scores_of(inputs), *restricted[3:], scale_of(inputs), *dropout_of(inputs),
-        )  # fmt: skip
-        self.out, self.lse = reference.attention_fwd(*self.forward())
+        self.forward = padded_call(inputs)
+        self.out, self.lse = reference.attention_fwd(*self.forward)
         dead = dead_positions(inputs)
         # Values that every dtype has.
         self.dout = torch.randn(self.out.shape, generator=generator).bfloat16().to(dtype)
         self.dlse = torch.randn(self.lse.shape, generator=generator).bfloat16().float()
         self.dout = torch.where(dead["out"], NAN, self.dout) if dout else None
         self.dlse = torch.where(dead["lse"], NAN, self.dlse) if dlse else None
-        mask = self.tensors[3]
-        bias, sinks, _ = self.options[:3]
+        mask, bias, sinks = self.forward.mask, self.forward.distance_bias, self.forward.sinks
         self.needs = [
             True, True, True, mask is not None and mask.is_floating_point(), bias is not None,
             sinks is not None,
         ]  # fmt: skip
-
-    def forward(self) -> ForwardCall:
-        return ForwardCall(*self.tensors, None, None, 0, 0, *self.options)
 
     def run(
         self, config: BwdConfig | None = None, needs: Sequence[bool] | None = None
     ) -> dict[str, Tensor]:
         """The launcher's results by name; those not needed have no elements."""
         needs = self.needs if needs is None else list(needs)
-        moved = ForwardCall._make(map(_move, self.forward()))
+        moved = ForwardCall._make(map(_move, self.forward))
         likes = (*moved[:4], moved.distance_bias, moved.sinks)
         results = [
             torch.empty(0, device=DEVICE) if x is None or not needed else torch.full_like(x, NAN)
@@ -154,26 +148,19 @@ class Call:
         """Against the reference in fp64, within the one error budget."""
         attention = spec.SPECS[0]
         wide_inputs = attention.widen(self.inputs)
-        mask = wide_inputs.get("mask")
-        wide = [
-            None if x is None or not x.is_floating_point() else x.double() for x in self.tensors
-        ]
-        wide = [x if w is None else w for w, x in zip(wide, self.tensors, strict=True)]
-        if mask is not None:
-            wide[3] = mask[(None,) * (4 - mask.dim())]
         d = [None if x is None else x.double() for x in (self.dout, self.dlse)]
-        options = [x.double() if _floating(x) else x for x in self.options]
-        wide_call = ForwardCall(*wide, None, None, 0, 0, *options)
+        wide = [x.double() if _floating(x) else x for x in self.forward]
+        wide_call = ForwardCall._make(wide)._replace(mask=call_of(wide_inputs).mask)
         both = (reference.attention_fwd(*wide_call), (self.out, self.lse))
         exact = reference.attention_bwd(*d, *both[0], *wide_call, self.needs)
-        same = reference.attention_bwd(self.dout, self.dlse, *both[1], *self.forward(), self.needs)
+        same = reference.attention_bwd(self.dout, self.dlse, *both[1], *self.forward, self.needs)
         sizes = [
             torch.zeros(like.shape, dtype=torch.float64) if x is None else x.nan_to_num()
             for x, like in zip(d, both[1], strict=True)
         ]
         magnitudes = attention.magnitudes(wide_inputs, tuple(sizes))
         if self.needs[4]:
-            magnitudes["ddistance_bias"] = _by_distance(wide_inputs, sizes, options[0])
+            magnitudes["ddistance_bias"] = _by_distance(wide_inputs, sizes, wide_call.distance_bias)
         for name, e, s in zip(RESULTS, exact, same, strict=True):
             got = results[name]
             if got.numel() == 0 or e is None:
@@ -337,7 +324,7 @@ def test_very_negative_scores() -> None:
     q, k = call.tensors[:2]
     q[..., 0] = -150.0
     k[..., 0] = 4.0
-    call.out, call.lse = reference.attention_fwd(*call.forward())
+    call.out, call.lse = reference.attention_fwd(*call.forward)
     assert call.lse.max() < -88
     call.check(call.run())
 
@@ -365,11 +352,13 @@ def test_a_bias_by_distance_that_only_blocked_pairs_have_may_be_nan(
     M, N = 40, 70
     call = Call(_small("blocked", B=1, H=1, M=M, N=N, D=16, mask=mask, alibi="H"), dtype)
     distance = torch.arange(N) - torch.arange(M)[:, None]
-    call.tensors[3].masked_fill_(distance % 3 != 0, blocks)
-    call.out, call.lse = reference.attention_fwd(*call.forward())
+    mask_of_call, bias = call.forward.mask, call.forward.distance_bias
+    assert mask_of_call is not None and bias is not None
+    mask_of_call.masked_fill_(distance % 3 != 0, blocks)
+    call.out, call.lse = reference.attention_fwd(*call.forward)
     finite = call.run()
     entries = torch.arange(1 - M, N)
-    call.options[0][..., entries % 3 != 0] = NAN
+    bias[..., entries % 3 != 0] = NAN
     for name, result in call.run().items():
         assert torch.equal(result, finite[name]), name
 
@@ -394,7 +383,7 @@ def test_nan_in_a_query_reaches_the_gradients(
     options = {"B": 1, "H": 1, "M": 20, "N": 70, "D": 16, "mask": mask, "dropout_p": dropout_p}
     call = Call(_small("NaN", **options), dtype)
     call.tensors[0][0, 0, 3, 5] = NAN
-    call.out, call.lse = reference.attention_fwd(*call.forward())
+    call.out, call.lse = reference.attention_fwd(*call.forward)
     results = call.run()
     assert results["dk"].isnan().all()
     keys = results["dv"].isnan().all(-1)
@@ -409,7 +398,7 @@ def test_weights_of_huge_scores_under_dropout() -> None:
     for x in call.tensors[:2]:
         assert x is not None
         x *= 1e4
-    call.out, call.lse = reference.attention_fwd(*call.forward())
+    call.out, call.lse = reference.attention_fwd(*call.forward)
     exact = reference.attention_bwd(
         call.dout, None, call.out, call.lse, *call.forward(), call.needs
     )[2]

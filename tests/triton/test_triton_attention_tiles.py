@@ -71,7 +71,8 @@ def _allowed_by_tiles(
 ) -> tuple[int, int, int, int]:
     """The expected results of tile_range, from all pairs: first, full_first, full_last, last."""
     q, k = torch.empty(1, 1, M, 1), torch.empty(1, 1, N, 1)
-    allowed = reference.allowed_pairs(q, k, None, None, None, causal, left, right)[0, 0]
+    call = ForwardCall(q, k, k, causal=causal, window_left=left, window_right=right)
+    allowed = reference.allowed_pairs(call)[0, 0]
     tiles = allowed[rows[0] : rows[1]].split(block, dim=1)
     some = [i for i, tile in enumerate(tiles) if tile.any()]
     full = [i for i, tile in enumerate(tiles) if tile.all() and tile.shape[1] == block]
@@ -194,7 +195,8 @@ def test_backward_lists_match_allowed_pairs(letters: str, is_prepared: bool, by_
     lengths[:, :35] = 50
     queries = torch.tensor([70, 33], dtype=torch.int32)
     q, k = torch.empty(B, H, M, 1), torch.empty(B, H, N, 1)
-    allowed = reference.allowed_pairs(q, k, mask, lengths, queries, 2, -1, -1).expand(B, H, M, N)
+    call = ForwardCall(q, k, k, mask, None, lengths, queries, causal=2)
+    allowed = reference.allowed_pairs(call).expand(B, H, M, N)
 
     mask = None if mask is None else mask.to(DEVICE)
     lengths, queries = lengths.to(DEVICE), queries.to(DEVICE)
@@ -241,7 +243,8 @@ def test_diagonal_bounds_match_allowed_pairs() -> None:
         q, k = torch.empty(1, 1, M, 1), torch.empty(1, 1, N, 1)
         ahead = torch.arange(N) - torch.arange(M)[:, None]
         for left, right in itertools.product(range(-1, 4), range(-1, 4)):
-            allowed = reference.allowed_pairs(q, k, None, None, None, causal, left, right)[0, 0]
+            call = ForwardCall(q, k, k, causal=causal, window_left=left, window_right=right)
+            allowed = reference.allowed_pairs(call)[0, 0]
             bounds = device_tiles.diagonal_bounds(causal, left, right, M, N)
             above_low = (ahead >= bounds.low) | (not bounds.has_low)
             below_high = (ahead <= bounds.high) | (not bounds.has_high)
@@ -288,10 +291,9 @@ def test_dead_rows_and_keys_match_allowed_pairs() -> None:
     for M, N, causal in itertools.product(range(1, 5), range(1, 5), range(3)):
         q, k = torch.empty(1, 1, M, 8), torch.empty(1, 1, N, 8)
         for left, right in itertools.product(range(-1, 4), range(-1, 4)):
-            restrictions = (None, None, None, causal, left, right)
             call = ForwardCall(q, k, k, causal=causal, window_left=left, window_right=right)
             facts = call_shape_of(call)
-            pairs = reference.allowed_pairs(q, k, *restrictions).expand(1, 1, M, N)
+            pairs = reference.allowed_pairs(call).expand(1, 1, M, N)
             assert facts.dead_rows != pairs.any(3).all(), (M, N, causal, left, right)
             assert facts.dead_keys != pairs.any(2).all(), (M, N, causal, left, right)
 

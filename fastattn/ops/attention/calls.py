@@ -13,6 +13,7 @@ and paged calls differ in the shapes of their tensors and in which fields are gi
 
 from collections.abc import Sequence
 from enum import IntEnum
+from operator import attrgetter
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import torch
@@ -117,6 +118,11 @@ _FORWARD, _BACKWARD = (
     [*get_type_hints(call, include_extras=True).items()] for call in (ForwardCall, BackwardCall)
 )
 assert _BACKWARD[4:-1] == _FORWARD
+# The numbers that decide with the tensors what is launched: softcap, causal, ..., dropout_p.
+_NOT_OPTIONS = ("max_seqlen_q", "max_seqlen_k", "dropout_stream")
+options_of = attrgetter(
+    *(n for n, hint in _FORWARD if hint in (int, float, SymInt) and n not in _NOT_OPTIONS)
+)
 # average: whether the weights are the mean over the heads, [B, M, N], else [B, H, M, N].
 WeightsForwardCall = _call("WeightsForwardCall", [*_FORWARD, ("average", bool)])
 WeightsBackwardCall = _call(
@@ -129,6 +135,39 @@ WeightsBackwardCall = _call(
         *_BACKWARD[-1:],
     ],
 )
+
+
+# The predicates that decide what a call needs. A new field of a call goes into one of them.
+def has_pattern(call: AnyCall) -> bool:
+    """Whether a mask or lengths restrict the pairs of a padded call."""
+    return not (call.mask is call.key_lengths is call.query_lengths is None)
+
+
+def has_window(call: AnyCall) -> bool:
+    return call.window_left >= 0 or call.window_right >= 0
+
+
+def is_restricted(call: AnyCall) -> bool:
+    """Whether a padded call restricts pairs at all."""
+    return has_pattern(call) or bool(call.causal) or has_window(call)
+
+
+def unrestricted(call: ForwardCall) -> ForwardCall:
+    """The call, padded, with all pairs allowed."""
+    return call._replace(
+        mask=None, mask_tiles=None, key_lengths=None, query_lengths=None, causal=CausalKind.NONE,
+        window_left=-1, window_right=-1,
+    )  # fmt: skip
+
+
+def changes_products(call: AnyCall) -> bool:
+    """Whether scores are other than products plus a mask or bias."""
+    return call.softcap > 0.0
+
+
+def changes_scores(call: AnyCall) -> bool:
+    """Whether scores are other than products plus a mask, or a softmax has sinks."""
+    return not (call.distance_bias is call.sinks is None) or changes_products(call)
 
 
 def why_call_unsupported(call: AnyCall) -> str | None:

@@ -23,124 +23,101 @@ from fastattn.ops.attention.calls import (
     ForwardCall,
     WeightsBackwardCall,
     WeightsForwardCall,
+    unrestricted,
     why_call_unsupported,
     why_no_weights,
 )
 
 
-def allowed_pairs(
-    q: Tensor,
-    k: Tensor,
-    mask: Tensor | None,
-    key_lengths: Tensor | None,
-    query_lengths: Tensor | None,
-    causal: int,
-    window_left: int,
-    window_right: int,
-    rows: Tensor | None = None,
-    offset: int | Tensor | None = None,
-) -> Tensor:
-    """Which query may attend to which key: bool [B or 1, H or 1, M, N].
-
-    rows: an index [R] of queries; the result and `mask` then have R rows in place of M. offset: the
-    diagonal's, if it is known.
+def allowed_pairs(call: ForwardCall, rows: Tensor | None = None) -> Tensor:
+    """Which query of a padded call may attend to which key: bool [B or 1, H or 1, M, N]. rows: an
+    index [R] of queries; the result then has R rows in place of M.
     """
-    M, N = q.shape[2], k.shape[2]
-    rows = torch.arange(M, device=q.device) if rows is None else rows
-    i = rows[:, None]
-    j = torch.arange(N, device=q.device)
-    if offset is None:
-        offset = _diagonal_offset(M, N, key_lengths, query_lengths, causal)
-    diagonal = i + offset
-    allowed = torch.ones(1, 1, rows.shape[0], N, dtype=torch.bool, device=q.device)
-    if causal:
+    N, mask = call.k.shape[2], call.mask
+    key_lengths, query_lengths = call.key_lengths, call.query_lengths
+    selected = torch.arange(call.q.shape[2], device=call.q.device) if rows is None else rows
+    i = selected[:, None]
+    j = torch.arange(N, device=call.q.device)
+    diagonal = i + _diagonal_offset(call)
+    allowed = torch.ones(1, 1, selected.shape[0], N, dtype=torch.bool, device=call.q.device)
+    if call.causal:
         allowed = allowed & (j <= diagonal)
-    if window_left >= 0:
-        allowed = allowed & (j >= diagonal - window_left)
-    if window_right >= 0:
-        allowed = allowed & (j <= diagonal + window_right)
+    if call.window_left >= 0:
+        allowed = allowed & (j >= diagonal - call.window_left)
+    if call.window_right >= 0:
+        allowed = allowed & (j <= diagonal + call.window_right)
     if key_lengths is not None:  # [B] or [B, M]
-        lengths = key_lengths[:, None] if key_lengths.dim() == 1 else key_lengths[:, rows]
+        lengths = key_lengths[:, None] if key_lengths.dim() == 1 else key_lengths[:, selected]
         allowed = allowed & (j < lengths[:, None, :, None])
     if query_lengths is not None:  # [B]
         allowed = allowed & (i < query_lengths.reshape(-1, 1, 1, 1))
     if mask is not None:
+        mask = mask if rows is None or mask.shape[2] == 1 else mask[:, :, rows]
         blocked = ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min
         allowed = allowed & ~blocked
     return allowed
 
 
-def _diagonal_offset(
-    M: int, N: int, key_lengths: Tensor | None, query_lengths: Tensor | None, causal: int
-) -> int | Tensor:
+def live(allowed: Tensor, H: int, K: int) -> tuple[Tensor, Tensor]:
+    """The live rows [B or 1, H or 1, M, 1] and keys [B or 1, K or 1, N, 1]."""
+    keys = allowed.any(-2)  # [B or 1, H or 1, N]
+    if keys.shape[1] == H and H != K:
+        keys = keys.unflatten(1, (K, H // K)).any(2)
+    return allowed.any(-1)[..., None], keys[..., None]
+
+
+def _diagonal_offset(call: ForwardCall) -> int | Tensor:
     """Key i + this number is on the diagonal of query i; [B, 1, 1, 1] if it depends on lengths."""
-    n: int | Tensor = N
-    m: int | Tensor = M
-    if causal == CausalKind.BOTTOM_RIGHT_LENGTHS and key_lengths is not None:
-        n = key_lengths.clamp(0, N).reshape(-1, 1, 1, 1)
-    if causal == CausalKind.BOTTOM_RIGHT_LENGTHS and query_lengths is not None:
-        m = query_lengths.clamp(0, M).reshape(-1, 1, 1, 1)
-    return n - m if causal >= CausalKind.BOTTOM_RIGHT else 0
+    n: Any = call.k.shape[2]
+    m: Any = call.q.shape[2]
+    if call.causal == CausalKind.BOTTOM_RIGHT_LENGTHS:
+        ends = (call.key_lengths, n), (call.query_lengths, m)
+        n, m = (most if x is None else x.clamp(0, most).reshape(-1, 1, 1, 1) for x, most in ends)
+    return n - m if call.causal >= CausalKind.BOTTOM_RIGHT else 0  # type: ignore[no-any-return]
 
 
-def _entries_of_pairs(
-    M: int,
-    N: int,
-    key_lengths: Tensor | None,
-    query_lengths: Tensor | None,
-    causal: int,
-    rows: Tensor,
-    offset: int | Tensor | None = None,
-) -> Tensor:
+def _entries_of_pairs(call: ForwardCall, rows: Tensor | None = None) -> Tensor:
     """The entry of distance_bias that each pair adds, [B or 1, 1, R, N]; any one for a pair whose
     distance no allowed pair has. rows: as in `allowed_pairs`.
     """
-    if offset is None:
-        offset = _diagonal_offset(M, N, key_lengths, query_lengths, causal)
-    first = (N if causal >= CausalKind.BOTTOM_RIGHT else M) - 1
+    M, N = call.q.shape[2], call.k.shape[2]
+    rows = torch.arange(M, device=call.q.device) if rows is None else rows
+    first = (N if call.causal >= CausalKind.BOTTOM_RIGHT else M) - 1
     j = torch.arange(N, device=rows.device)
-    entry = j - rows[:, None] - offset + first
+    entry = j - rows[:, None] - _diagonal_offset(call) + first
     entry = entry.clamp(0, max(M + N - 2, 0))
     return entry if entry.dim() == 4 else entry[None, None]
 
 
-def bias_of_pairs(
-    distance_bias: Tensor,
-    M: int,
-    N: int,
-    key_lengths: Tensor | None,
-    query_lengths: Tensor | None,
-    causal: int,
-    rows: Tensor | None = None,
-    offset: int | Tensor | None = None,
-) -> Tensor:
+def bias_of_pairs(call: ForwardCall, rows: Tensor | None = None) -> Tensor:
     """The value that distance_bias adds to each score, [B or 1, H, M, N]; any value for a blocked
-    pair. rows, offset: as in `allowed_pairs`.
+    pair. rows: as in `allowed_pairs`.
     """
-    rows = torch.arange(M, device=distance_bias.device) if rows is None else rows
-    entries = _entries_of_pairs(M, N, key_lengths, query_lengths, causal, rows, offset)
+    bias, entries = call.distance_bias, _entries_of_pairs(call, rows)
+    assert bias is not None
     if entries.shape[0] == 1:
-        return distance_bias[:, :, entries[0, 0]]
-    B, H = entries.shape[0], distance_bias.shape[1]
+        return bias[:, :, entries[0, 0]]
+    B, H = entries.shape[0], bias.shape[1]
     entries = entries.expand(B, H, -1, -1)
-    values = distance_bias.expand(B, H, distance_bias.shape[2])
+    values = bias.expand(B, H, bias.shape[2])
     return values.gather(2, entries.flatten(2)).view(entries.shape)
 
 
-def _sum_by_distance(
-    ds: Tensor,
-    distance_bias: Tensor,
-    key_lengths: Tensor | None,
-    query_lengths: Tensor | None,
-    causal: int,
-) -> Tensor:
+def soft_capped(s: Tensor, call: ForwardCall) -> tuple[Tensor, Tensor | None]:
+    """The scores after the soft cap, and its derivative if there is one."""
+    if call.softcap <= 0.0:
+        return s, None
+    ratio = torch.tanh(s / call.softcap)
+    return call.softcap * ratio, 1 - ratio * ratio
+
+
+def _sum_by_distance(ds: Tensor, call: ForwardCall) -> Tensor:
     """The gradient of distance_bias, from the gradient of the scores [B, H, M, N]."""
-    B, H, M, N = ds.shape
-    rows = torch.arange(M, device=ds.device)
-    entries = _entries_of_pairs(M, N, key_lengths, query_lengths, causal, rows)
-    sums = ds.new_zeros(B, H, distance_bias.shape[2])
+    bias, entries = call.distance_bias, _entries_of_pairs(call)
+    assert bias is not None
+    sums = ds.new_zeros(*ds.shape[:2], bias.shape[2])
     sums = sums.scatter_add(2, entries.expand(ds.shape).flatten(2), ds.flatten(2))
-    return sums.sum_to_size(distance_bias.shape)
+    return sums.sum_to_size(bias.shape)
 
 
 @dataclass
@@ -161,36 +138,24 @@ class _Softmax:
 
 def _softmax(call: ForwardCall) -> _Softmax:
     q, k, v, mask = call[:4]
-    key_lengths, query_lengths, causal = call.key_lengths, call.query_lengths, call.causal
     (B, H, M, _), (K, N) = q.shape, k.shape[1:3]
     G = H // K if K else 0
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    offset = _diagonal_offset(M, N, key_lengths, query_lengths, causal)
-    windows = call.window_left, call.window_right
-    allowed = allowed_pairs(q, k, mask, key_lengths, query_lengths, causal, *windows, offset=offset)
-    live_rows = allowed.any(-1)[..., None]
-    heads = allowed.any(-2)  # [B or 1, H or 1, N]
-    if heads.shape[1] == H and H != K:
-        heads = heads.unflatten(1, (K, G)).any(2)
-    live_keys = heads[..., None]
+    allowed = allowed_pairs(call)
+    live_rows, live_keys = live(allowed, H, K)
 
     # Dead positions may hold any values, NaN included, which must not affect results.
     q = torch.where(live_rows, q, 0).to(dtype).reshape(B, K, G, M, q.shape[3])
     k = torch.where(live_keys, k, 0).to(dtype)[:, :, None]
     v = torch.where(live_keys, v, 0).to(dtype)[:, :, None]
 
-    s = (q @ k.transpose(-1, -2)) * call.scale
-    slope = None
-    if call.softcap > 0.0:
-        ratio = torch.tanh(s / call.softcap)
-        s, slope = call.softcap * ratio, 1 - ratio * ratio
+    s, slope = soft_capped((q @ k.transpose(-1, -2)) * call.scale, call)
     pairs = allowed.expand(B, H, M, N).reshape(B, K, G, M, N)
     if mask is not None and mask.dtype != torch.bool:
         bias = torch.where(allowed, mask.to(dtype), 0)
         s = s + bias.expand(B, H, M, N).reshape(B, K, G, M, N)
     if call.distance_bias is not None:
-        bias = call.distance_bias.to(dtype)
-        bias = bias_of_pairs(bias, M, N, key_lengths, query_lengths, causal, offset=offset)
+        bias = bias_of_pairs(call._replace(distance_bias=call.distance_bias.to(dtype)))
         s = s + torch.where(allowed, bias, 0).expand(B, H, M, N).reshape(B, K, G, M, N)
     s = torch.where(pairs, s, -torch.inf)
 
@@ -199,8 +164,8 @@ def _softmax(call: ForwardCall) -> _Softmax:
     sink = s.new_full((1, 1, 1, 1, 1), -torch.inf)
     if call.sinks is not None:
         sink = call.sinks.to(dtype).view(1, K, G, 1, 1)
-        if query_lengths is not None:
-            rows = torch.arange(M, device=q.device) < query_lengths[:, None]
+        if call.query_lengths is not None:
+            rows = torch.arange(M, device=q.device) < call.query_lengths[:, None]
             sink = torch.where(rows[:, None, None, :, None], sink, -torch.inf)
     highest = torch.maximum(highest, sink.detach())
     highest = torch.where(highest.isneginf(), 0, highest)
@@ -347,8 +312,7 @@ def _gradients(
     if needs[3] and mask is not None:
         dmask = ds.sum_to_size(mask.shape).to(mask.dtype)
     if needs[4] and (bias := call.distance_bias) is not None:
-        lengths = call.key_lengths, call.query_lengths
-        ddistance_bias = _sum_by_distance(ds, bias, *lengths, call.causal).to(bias.dtype)
+        ddistance_bias = _sum_by_distance(ds, call).to(bias.dtype)
     if needs[5] and (sinks := call.sinks) is not None:
         dsinks = dsink.sum((0, 3)).reshape(sinks.shape).to(sinks.dtype)
     return (
@@ -365,28 +329,28 @@ def attention_weights(call: ForwardCall, rows: Tensor, heads: Tensor) -> Tensor:
     """The softmax of the selected rows and heads of a padded call, [B, heads, rows, N]. It is not
     an op, so autocast must be turned off for its operators.
     """
-    q, k, mask, bias, sinks = call.q, call.k, call.mask, call.distance_bias, call.sinks
+    q, k, mask = call.q, call.k, call.mask
     if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
         with torch.autocast(q.device.type, enabled=False):
             return attention_weights(call, rows, heads)
-    if mask is not None:
-        mask = mask if mask.shape[1] == 1 else mask[:, heads]
-        mask = mask if mask.shape[2] == 1 else mask[:, :, rows]
-    restrictions = call.key_lengths, call.query_lengths, call.causal
-    windows = call.window_left, call.window_right
-    allowed = allowed_pairs(q, k, mask, *restrictions, *windows, rows)
+    mask = mask if mask is None or mask.shape[1] == 1 else mask[:, heads]
+    call = call._replace(mask=mask)
+    allowed = allowed_pairs(call, rows)
     added = None if mask is None or mask.dtype == torch.bool else mask
-    if bias is not None:
-        pairs = bias_of_pairs(bias[:, heads], q.shape[2], k.shape[2], *restrictions, rows)
+    if added is not None and added.shape[2] > 1:
+        added = added[:, :, rows]
+    if call.distance_bias is not None:
+        call = call._replace(distance_bias=call.distance_bias[:, heads])
+        pairs = bias_of_pairs(call, rows)
         added = pairs if added is None else pairs + added
     if added is not None:
         allowed = torch.where(allowed, added, -torch.inf)
     group = q.shape[1] // k.shape[1] if k.shape[1] else 1
     k = k[:, heads // group]
-    sinks = None if sinks is None else sinks[heads]
-    selected = ForwardCall(
-        q[:, heads][:, :, rows], k, k, allowed, sinks=sinks, softcap=call.softcap, scale=call.scale
-    )
+    selected = unrestricted(call)._replace(
+        q=q[:, heads][:, :, rows], k=k, v=k, mask=allowed, distance_bias=None,
+        sinks=None if call.sinks is None else call.sinks[heads],
+    )  # fmt: skip
     return _softmax(selected).p.flatten(1, 2)
 
 

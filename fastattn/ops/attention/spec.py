@@ -10,20 +10,16 @@ from torch import Tensor
 from fastattn import functional
 from fastattn._scores import buckets_of
 from fastattn.ops.attention import reference
-from fastattn.ops.attention.calls import ForwardCall
 from fastattn.ops.attention.spec_drawn import drawn
 from fastattn.ops.attention.spec_inputs import (
     RELATIVE,
     allowed_of,
+    call_of,
     dead,
     dead_positions,
     distances_of,
-    dropout_of,
     entries,
     make_inputs,
-    restrictions,
-    scale_of,
-    scores_of,
 )
 from fastattn.ops.attention.spec_paged import SAMPLES as PAGED_SAMPLES
 from fastattn.ops.attention.spec_paged import in_pages
@@ -89,6 +85,8 @@ def _s(name: str, reason: str, *tags: str, **options: Any) -> Sample:
     )  # fmt: skip
 
 
+# Options of one sample with every kind of score modification that kernels know.
+SCORES: dict[str, Any] = {"softcap": 2.0, "alibi": "H", "sinks": 0.0}
 # Values of restrictions. The combinations contain all pairs of values of any two restrictions.
 COMBINED = {
     "mask": (None, "bool BMN", "min HMN"),
@@ -498,13 +496,9 @@ def magnitudes(
     """The formulas on absolute values. The error of a weight grows with the size of its score.
     dweights: the gradient of the weights after dropout, broadcastable to [B, H, M, N].
     """
-    q, k, v, scale = inputs["q"], inputs["k"], inputs["v"], scale_of(inputs)
-    scores = scores_of(inputs)
-    masks, bounds = restrictions(inputs)[:3], restrictions(inputs)[3:]
-    changes = (*scores, *bounds, scale, *dropout_of(inputs))
-    call = [q, k, v, masks[0], None, *masks[1:], None, None, 0, 0, *changes, None]
-    t = reference._softmax(ForwardCall._make(call))
-    scale = abs(scale)
+    call = call_of(inputs)
+    q, k, v = call[:3]
+    t, scale = reference._softmax(call), abs(call.scale)
     B, H, M, _ = q.shape
     N = k.shape[2]
     grouped = t.q.shape[:4]
@@ -520,9 +514,8 @@ def magnitudes(
     if mask is not None and mask.is_floating_point():
         bias = torch.where(allowed_of(inputs), mask, 0).abs()
         size = size + bias.reshape(size.shape)
-    if scores[0] is not None:
-        lengths, M, N = masks[1:], q.shape[2], k.shape[2]
-        bias = reference.bias_of_pairs(scores[0].abs(), M, N, *lengths, bounds[0])
+    if call.distance_bias is not None:
+        bias = reference.bias_of_pairs(call._replace(distance_bias=call.distance_bias.abs()))
         size = size + torch.where(allowed_of(inputs), bias, 0).reshape(size.shape)
     size = torch.where(t.p > 0, size, 0)
     p = t.p * (1 + size.clamp(max=_LARGEST_SIZE)) + torch.where(t.p > 0, _FLUSHED, 0.0)
@@ -575,7 +568,7 @@ def torch_results(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     q = q.masked_fill(rows[..., None], 0)
     k = k.masked_fill(keys[..., None], 0).repeat_interleave(G, 1)
     v = v.masked_fill(keys[..., None], 0).repeat_interleave(G, 1)
-    s = torch.einsum("bhmd,bhnd->bhmn", q, k) * scale_of(inputs)
+    s = torch.einsum("bhmd,bhnd->bhmn", q, k) * call_of(inputs).scale
     if (cap := inputs.get("softcap")) is not None:
         s = torch.tanh(s / cap) * cap
     mask = inputs.get("mask")

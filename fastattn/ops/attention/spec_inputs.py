@@ -5,13 +5,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn._scores import score_arguments
+from fastattn import functional
+from fastattn._options import PaddedOptions
 from fastattn.ops.attention import reference
-from fastattn.ops.attention.op import CAUSAL
+from fastattn.ops.attention.calls import ForwardCall
 from fastattn.testing.properties import fill_positions
 from fastattn.testing.spec import Entry, Inputs
 
 RELATIVE = ("relative_bias", "relative_buckets", "relative_max_distance")
+_ARGUMENTS = {"q", "k", "v"} | PaddedOptions.__optional_keys__ - {"block_table", "backend"}
 _SEED = -0x1234_5678_9ABC
 
 
@@ -102,7 +104,6 @@ def make_scores(
     B: int,
     H: int,
     alibi: str | None,
-    softcap: float | None,
     sinks: float | None,
     relative: tuple[str, int, int] | None,
 ) -> Inputs:
@@ -113,8 +114,6 @@ def make_scores(
     if alibi is not None:
         slopes = torch.rand({"H": (H,), "BH": (B, H)}[alibi], generator=generator)
         inputs["alibi_slopes"] = (0.02 + 0.3 * slopes).to(dtype)
-    if softcap is not None:
-        inputs["softcap"] = softcap
     if sinks is not None:
         inputs["sinks"] = (sinks + torch.randn(H, generator=generator)).to(dtype)
     if relative is not None:
@@ -140,11 +139,7 @@ def make_inputs(
     mask_layout: str = "",
     key_lengths: Any = None,
     query_lengths: list[int] | None = None,
-    causal: Any = False,
-    window: tuple[int, int] | None = None,
-    scale: float | None = None,
     alibi: str | None = None,
-    softcap: float | None = None,
     sinks: float | None = None,
     relative: tuple[str, int, int] | None = None,
     dropout_p: float = 0.0,
@@ -155,10 +150,11 @@ def make_inputs(
     cancelling: bool = False,
     poison: bool = True,
     prepared: bool = False,
+    **options: Any,
 ) -> Inputs:
-    """alibi, softcap, sinks, relative: as in `make_scores`. origin: of the dropout bits. whole:
-    whether q and k are whole numbers, before they are multiplied by their amplitudes. cancelling:
-    see `cancelling_terms`.
+    """alibi, sinks, relative: as in `make_scores`. origin: of the dropout bits. whole: whether q
+    and k are whole numbers, before they are multiplied by their amplitudes. cancelling: see
+    `cancelling_terms`. options: arguments of `attention` as they are.
     """
     N = M if N is None else N
     K = H if K is None else K
@@ -182,8 +178,8 @@ def make_inputs(
         )
     if query_lengths is not None:
         inputs["query_lengths"] = torch.tensor(query_lengths, dtype=torch.int32)
-    inputs |= {"causal": causal, "window": window, "scale": scale, "return_lse": True}
-    inputs |= make_scores(generator, dtype, B, H, alibi, softcap, sinks, relative)
+    inputs |= {"causal": False, "window": None, "scale": None, "return_lse": True} | options
+    inputs |= make_scores(generator, dtype, B, H, alibi, sinks, relative)
     if dropout_p > 0:
         inputs |= {
             "dropout_p": dropout_p,
@@ -208,34 +204,10 @@ def cancelling_terms(q: Tensor, k: Tensor, order: Tensor) -> tuple[Tensor, Tenso
     return 1 + q / 100, (k * 0 + pattern).to(k.dtype)
 
 
-def restrictions(
-    inputs: Inputs,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, int, int, int]:
-    """The restrictions in the form that ops take: mask in four dimensions, key_lengths,
-    query_lengths, causal as a number, window left and right.
-    """
-    mask, causal = inputs.get("mask"), inputs.get("causal", False)
-    left, right = inputs.get("window") or (-1, -1)
-    return (
-        None if mask is None else mask[(None,) * (4 - mask.dim())],
-        inputs.get("key_lengths"),
-        inputs.get("query_lengths"),
-        CAUSAL["top_left" if causal is True else causal],
-        left,
-        right,
-    )
-
-
-def scores_of(inputs: Inputs) -> tuple[Tensor | None, Tensor | None, float]:
-    """distance_bias, sinks and softcap in the form that ops take."""
-    q, k = inputs["q"], inputs["k"]
-    kind, distance = (inputs.get(name) for name in RELATIVE[1:])
-    given = (inputs.get(name) for name in ("alibi_slopes", "softcap", "sinks", RELATIVE[0]))
-    slopes, cap, sinks, table = given
-    return score_arguments(
-        slopes, cap, sinks, table, kind, 128 if distance is None else distance,
-        causal=restrictions(inputs)[3], B=q.shape[0], M=q.shape[2], N=k.shape[2], q=q,
-    )  # fmt: skip
+def call_of(inputs: Inputs) -> ForwardCall:
+    """The arguments of the op."""
+    given = {name: x for name, x in inputs.items() if name in _ARGUMENTS}
+    return functional.attention_call(**given)
 
 
 def distances_of(inputs: Inputs) -> Tensor:
@@ -253,30 +225,17 @@ def distances_of(inputs: Inputs) -> Tensor:
     return j - i[:, None] - offset.view(B, 1, 1, 1)
 
 
-def scale_of(inputs: Inputs) -> float:
-    scale = inputs.get("scale")
-    return inputs["q"].shape[-1] ** -0.5 if scale is None else scale
-
-
-def dropout_of(inputs: Inputs) -> tuple[float, Tensor | None, int]:
-    """Probability, seed and stream."""
-    return inputs.get("dropout_p", 0.0), inputs.get("dropout_seed"), inputs.get("dropout_stream", 0)
-
-
 def allowed_of(inputs: Inputs) -> Tensor:
     """Which pairs are allowed, [B, H, M, N]."""
-    q, k = inputs["q"], inputs["k"]
-    allowed = reference.allowed_pairs(q, k, *restrictions(inputs))
-    return allowed.expand(*q.shape[:3], k.shape[2])
+    allowed = reference.allowed_pairs(call_of(inputs))
+    return allowed.expand(*inputs["q"].shape[:3], inputs["k"].shape[2])
 
 
 def dead(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Dead rows [B, H, M] and dead keys [B, K, N]: those without an allowed pair."""
-    allowed = allowed_of(inputs)
-    heads = allowed.any(-2)
-    K = inputs["k"].shape[1]
-    keys = heads.unflatten(1, (K, -1)).any(2) if K else heads
-    return ~allowed.any(-1), ~keys
+    allowed, (H, K) = allowed_of(inputs), (inputs["q"].shape[1], inputs["k"].shape[1])
+    rows, keys = reference.live(allowed, H, K)
+    return ~rows[..., 0], ~keys[..., 0]
 
 
 def dead_positions(inputs: Inputs) -> dict[str, Tensor]:

@@ -17,7 +17,6 @@ from fastattn import functional
 from fastattn.ops.attention import spec as padded
 from fastattn.ops.attention.spec_drawn import draw
 from fastattn.ops.attention.spec_inputs import (
-    RELATIVE,
     cancelling_terms,
     dead,
     dead_positions,
@@ -27,7 +26,8 @@ from fastattn.ops.attention.spec_workloads import PACKED_WORKLOADS
 from fastattn.testing.spec import Entry, ErrorSample, Inputs, OpSpec, Sample, widen
 
 _SEED = 0x7654_3210
-_SCORES = ("alibi_slopes", "softcap", "sinks", *RELATIVE)
+# Arguments that the calls of single sequences do not have.
+_OF_PACKED = ("cu_seqlens", "max_seqlen", "dropout")
 _PARAMETERS = ("alibi_slopes", "sinks", "relative_bias")
 
 
@@ -58,7 +58,6 @@ def make_inputs(
     slack: int = 0,
     longer: int = 0,
     alibi: str | None = None,
-    softcap: float | None = None,
     sinks: float | None = None,
     relative: tuple[str, int, int] | None = None,
     dropout_p: float = 0.0,
@@ -69,9 +68,9 @@ def make_inputs(
     cancelling: bool = False,
     **options: Any,
 ) -> Inputs:
-    """slack: rows after the last sequence. longer: added to the maximum lengths. alibi, softcap,
-    sinks, relative: as in `make_scores`. origin: of the dropout bits. whole: round to whole
-    numbers. amplitude, key_amplitude, cancelling: as in `make_inputs` of padded sequences.
+    """slack: rows after the last sequence. longer: added to the maximum lengths. alibi, sinks,
+    relative: as in `make_scores`. origin: of the dropout bits. whole: round to whole numbers.
+    amplitude, key_amplitude, cancelling, options: as in `make_inputs` of padded sequences.
     """
     keys = queries if keys is None else keys
     K = H if K is None else K
@@ -99,7 +98,7 @@ def make_inputs(
         "max_seqlen_k": max(keys, default=0) + longer,
         **options,
     }
-    inputs |= make_scores(generator, dtype, len(queries), H, alibi, softcap, sinks, relative)
+    inputs |= make_scores(generator, dtype, len(queries), H, alibi, sinks, relative)
     if dropout_p:
         seed = torch.tensor([_SEED, *origin])
         inputs |= {"dropout_p": dropout_p, "dropout_seed": seed, "dropout_stream": 1}
@@ -194,18 +193,12 @@ def _sequences(inputs: Inputs) -> list[Inputs]:
     queries, keys = (pairwise(inputs[f"cu_seqlens_{x}"].tolist()) for x in "qk")
     for b, ((q0, q1), (k0, k1)) in enumerate(zip(queries, keys, strict=True)):
         slopes = inputs.get("alibi_slopes")
-        call = {
-            **{name: inputs[name] for name in _SCORES if name in inputs},
-            "q": inputs["q"][None, :, q0:q1],
-            "k": inputs["k"][None, :, k0:k1],
-            "v": inputs["v"][None, :, k0:k1],
-            "causal": inputs.get("causal", False),
-            "window": inputs.get("window"),
-            "scale": inputs.get("scale"),
-        }
+        call = {name: x for name, x in inputs.items() if not name.startswith(_OF_PACKED)}
+        call |= {"q": inputs["q"][None, :, q0:q1]}
+        call |= {name: inputs[name][None, :, k0:k1] for name in "kv"}
         if slopes is not None and slopes.dim() == 2:
             call["alibi_slopes"] = slopes[b : b + 1]
-        if call["causal"] is True:
+        if call.get("causal") is True:
             call["causal"] = "top_left"
         calls.append(call)
     return calls

@@ -19,13 +19,15 @@ import torch
 from torch import Tensor
 
 from fastattn.ops._dropout import attention_dropped, keep_scale
-from fastattn.ops.attention.calls import CausalKind, ForwardCall
+from fastattn.ops.attention.calls import CausalKind, ForwardCall, has_pattern, is_restricted
 from fastattn.ops.attention.reference import (
     allowed_pairs,
     bias_of_pairs,
     gathered,
     keys_of_pages,
+    live,
     pad,
+    soft_capped,
 )
 
 _ROWS = 128  # queries of a block; dropout needs a multiple of 16
@@ -62,13 +64,9 @@ def _blocks(call: ForwardCall) -> Iterator[_Block]:
 
 def _allowed(call: ForwardCall, block: _Block) -> Tensor | None:
     """[B or 1, H or 1, rows, keys of the block]; None if all pairs are allowed."""
-    lengths, causal = (call.key_lengths, call.query_lengths), call.causal
-    windows = call.window_left, call.window_right
-    if call.mask is lengths[0] is lengths[1] is None and not causal and max(windows) < 0:
+    if not is_restricted(call):
         return None
-    rows = torch.arange(block.first, block.end, device=call.q.device)
-    mask = _rows(call.mask, block)
-    pairs = allowed_pairs(call.q, call.k, mask, *lengths, causal, *windows, rows)
+    pairs = allowed_pairs(call, torch.arange(block.first, block.end, device=call.q.device))
     return pairs[..., block.first_key : block.end_key]
 
 
@@ -82,18 +80,14 @@ def _live_keys(call: ForwardCall) -> Tensor | None:
     """Keys to which some query may attend, [B or 1, K or 1, N, 1]; None if each block's range of
     keys excludes the others.
     """
-    if call.mask is None and call.key_lengths is None and call.query_lengths is None:
+    if not has_pattern(call):
         return None
-    (H, K), N = (call.q.shape[1], call.k.shape[1]), call.k.shape[2]
-    live = torch.zeros((), dtype=torch.bool, device=call.q.device)
+    N, found = call.k.shape[2], torch.zeros((), dtype=torch.bool, device=call.q.device)
     for block in _blocks(call):
-        whole = _Block(block.first, block.end, 0, N)
-        pairs = _allowed(call, whole)
+        pairs = _allowed(call, _Block(block.first, block.end, 0, N))
         assert pairs is not None
-        live = live | pairs.any(-2)
-    if live.shape[1] == H and H != K:
-        live = live.view(live.shape[0], K, H // K, N).any(2)
-    return live[..., None]
+        found = found | pairs.any(-2, keepdim=True)
+    return live(found, call.q.shape[1], call.k.shape[1])[1]
 
 
 class _Operands:
@@ -225,17 +219,13 @@ def _of_heads(
 
     def by_distance(t: Tensor) -> Tensor:  # distance_bias or its tangent, as scores
         positions = torch.arange(block.first, block.end, device=t.device)
-        (M, N), lengths = (call.q.shape[2], call.k.shape[2]), (call.key_lengths, call.query_lengths)
-        pairs = bias_of_pairs(t, M, N, *lengths, call.causal, positions)
+        pairs = bias_of_pairs(call._replace(distance_bias=t), positions)
         return broadcast(pairs[..., block.first_key : block.end_key]).to(q.dtype)
 
     q, k = queries_of(x.q), keys_of(x.k).transpose(1, 2)
     mask = _rows(call.mask, block)
     s = torch.baddbmm(q.new_zeros(1, 1, 1), q, k, beta=0, alpha=call.scale)
-    slope = None
-    if call.softcap > 0.0:
-        ratio = torch.tanh(s / call.softcap)
-        s, slope = call.softcap * ratio, 1 - ratio * ratio
+    s, slope = soft_capped(s, call)
     if mask is not None and mask.dtype != torch.bool:
         s = (s.view(shape) + of_keys(mask).to(q.dtype)).view(s.shape)
     if call.distance_bias is not None:

@@ -268,7 +268,7 @@ def _by_group(x: Tensor, K: int) -> Tensor:
     return x.reshape(B, K, H // K * M, D)
 
 
-def _scores(t: Problem, softcap: float) -> tuple[Tensor, Tensor | None]:
+def _scores(t: Problem, call: ForwardCall | BackwardCall) -> tuple[Tensor, Tensor | None]:
     """The scores [B, H, M, N] in fp32 (fp64); 0 in dead rows, whose softmax would be NaN. Also the
     scores over the soft cap, if there is one.
     """
@@ -276,9 +276,9 @@ def _scores(t: Problem, softcap: float) -> tuple[Tensor, Tensor | None]:
     s = _by_group(t.q.to(dtype) * t.scale, K) @ t.k.to(dtype).transpose(-1, -2)
     s = s.view(B, H, M, N)
     ratio = None
-    if softcap > 0:
-        ratio = s.div_(softcap).tanh_()
-        s = ratio * softcap
+    if call.softcap > 0:
+        ratio = s.div_(call.softcap).tanh_()
+        s = ratio * call.softcap
     if t.bias is not None:
         s += t.bias
     return s if t.live_rows is None else zero_dead(t.live_rows, s), ratio
@@ -297,7 +297,7 @@ def _dropped(call: ForwardCall | BackwardCall, first: int) -> Tensor:
 
 
 def _products_fwd(t: Problem, call: ForwardCall, first: int) -> tuple[Tensor, Tensor]:
-    p, lse = _softmax(_scores(t, call.softcap)[0])
+    p, lse = _softmax(_scores(t, call)[0])
     if call.dropout_p > 0:
         p.masked_fill_(_dropped(call, first), 0.0)
     out = _by_group(p, t.v.shape[1]) @ t.v.to(p.dtype)
@@ -314,7 +314,7 @@ def _products_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """dq, dk, dv, the gradient of the scores [B, H, M, N], and delta [B, H, M] for the sinks."""
     (B, H, M, D), (_, K, N, _) = t.q.shape, t.k.shape
-    s, ratio = _scores(t, call.softcap)
+    s, ratio = _scores(t, call)
     p, lse = _softmax(s)
     if call.sinks is not None:
         p *= _with_sinks(lse, call.sinks[:, None])[0][..., None]
@@ -354,7 +354,7 @@ def attention_with_weights_fwd(call: Any) -> tuple[Tensor, Tensor, Tensor]:
     if _is_empty(call):
         return out, lse, call.q.new_zeros((B, M, N) if average else (B, H, M, N))
     t = prepare(call, False)
-    p, own_lse = _softmax(_scores(t, call.softcap)[0])
+    p, own_lse = _softmax(_scores(t, call)[0])
     if call.sinks is not None:
         p *= _with_sinks(own_lse, call.sinks[:, None])[0][..., None]
     if t.live_rows is not None:

@@ -7,7 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastattn.ops.attention.calls import AnyCall, BackwardCall, CausalKind, ForwardCall
+from fastattn.ops.attention.calls import (
+    AnyCall,
+    BackwardCall,
+    CausalKind,
+    ForwardCall,
+    changes_products,
+    has_window,
+)
 from fastattn.ops.attention.torch_problem import Problem, wide
 
 _aten = torch.ops.aten
@@ -110,7 +117,7 @@ def is_fused(call: AnyCall) -> bool:
         )
     else:
         has_kernels = q.is_cpu
-    changed = call.dropout_p > 0 or call.softcap > 0
+    changed = call.dropout_p > 0 or changes_products(call)
     return has_kernels and not changed and q.shape[3] > 0 and call.v.shape[3] > 0
 
 
@@ -132,10 +139,10 @@ def why_not_packed(call: AnyCall) -> str | None:
     q, same = call.q, call.cu_seqlens_q.data_ptr() == call.cu_seqlens_k.data_ptr()
     if q.dtype not in (torch.float16, torch.bfloat16) or max(q.shape[2], call.v.shape[2]) > 248:
         return f"has packed kernels for fp16 and bf16, up to head dim 248, got {q.dtype}"
-    if call.dropout_p > 0 or call.window_left >= 0 or call.window_right >= 0:
+    if call.dropout_p > 0 or has_window(call):
         return "has packed kernels without dropout and without a window"
-    if call.distance_bias is not None or call.softcap > 0:
-        return "has packed kernels without distance_bias and softcap"
+    if call.distance_bias is not None or changes_products(call):
+        return "has packed kernels without score modifications"
     if call.causal == CausalKind.TOP_LEFT and not same:
         return (
             "has packed kernels for causal='top_left' only if queries and keys have one cu_seqlens"

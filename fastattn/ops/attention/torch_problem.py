@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastattn.ops.attention.calls import AnyCall, BackwardCall, CausalKind
+from fastattn.ops.attention.calls import AnyCall, BackwardCall, CausalKind, has_pattern, has_window
 
 # If the norm of a tensor is smaller, products with its dead values stay finite.
 _SAFE_NORM = 1e6
@@ -38,7 +38,7 @@ def prepare(call: AnyCall, fused: bool) -> Problem:
     """fused: whether the kernel has a causal flag; else the bias has the causal restriction."""
     (B, _, M, _), (K, N), lengths = call.q.shape, call.k.shape[1:3], call.query_lengths
     mask = None if call.mask is None else _unexpanded(call.mask)
-    causal, windowed = call.causal, call.window_left >= 0 or call.window_right >= 0
+    causal, windowed = call.causal, has_window(call)
     if causal == CausalKind.BOTTOM_RIGHT and M == N:
         causal = CausalKind.TOP_LEFT
     elif causal >= CausalKind.BOTTOM_RIGHT and M == 1 and not windowed:
@@ -46,9 +46,8 @@ def prepare(call: AnyCall, fused: bool) -> Problem:
     sign = (call.scale > 0) - (call.scale < 0)
     q, k, v, scale = call.q, call.k, call.v, abs(call.scale) or 1.0
     q = q if sign > 0 else q * sign
-    given = (mask, call.key_lengths, lengths, call.distance_bias)
     in_kernel = causal == 0 or (fused and causal == CausalKind.TOP_LEFT and N <= M)
-    if in_kernel and not windowed and all(x is None for x in given):
+    if in_kernel and not (windowed or has_pattern(call) or call.distance_bias is not None):
         return Problem(q, k, v, None, bool(causal), None, scale, sign)
     i = torch.arange(M, device=q.device)[:, None]
     j = torch.arange(N, device=q.device)

@@ -8,13 +8,12 @@ once per combination of shapes, strides and options.
 """
 
 from collections.abc import Sequence
-from operator import attrgetter
 
 import torch
 from torch import Tensor
 
 from fastattn.ops._triton_launch import LaunchCache, signature
-from fastattn.ops.attention.calls import BackwardCall, Gradients, why_no_pages
+from fastattn.ops.attention.calls import BackwardCall, Gradients, options_of, why_no_pages
 from fastattn.ops.attention.triton.bwd_bind import Plan, bind, layout_of
 from fastattn.ops.attention.triton.bwd_config import BwdConfig
 from fastattn.ops.attention.triton.call_shape import (
@@ -29,9 +28,6 @@ from fastattn.ops.attention.triton.call_shape import (
 )
 from fastattn.ops.attention.triton.tiles import dropout_numbers
 
-# From the first of the options to dropout_p.
-_FIELDS = BackwardCall._fields
-_options = attrgetter(*_FIELDS[_FIELDS.index("softcap") : _FIELDS.index("dropout_seed")])
 _plans = LaunchCache()
 
 
@@ -83,7 +79,7 @@ def _run(
         tiling or architecture(q), q.device, q.dtype, q.shape, q.stride(), k.shape, k.stride(),
         v.shape, v.stride(), out.stride(), None if dout is None else dout.stride(), dlse is None,
         signature(mask), signature(mask_tiles), *map(signature, (*lengths, *changes)),
-        *_options(reduced), has_origin(seed), *needs, dq.stride(), dk.stride(), dv.stride(),
+        *options_of(reduced), has_origin(seed), *needs, dq.stride(), dk.stride(), dv.stride(),
         dmask.stride(), packed_of(call), addresses & 15 == 0,
     )  # fmt: skip
     plan: Plan | None = _plans.get(key)

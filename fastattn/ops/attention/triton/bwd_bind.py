@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 
 from fastattn.ops._triton_launch import BoundLaunch, DescriptorTemplate, LaunchCache, signature
-from fastattn.ops.attention.calls import BackwardCall, Gradients
+from fastattn.ops.attention.calls import BackwardCall, Gradients, options_of
 from fastattn.ops.attention.triton.base_tiles import BaseTiles, base_tiles, classifier
 from fastattn.ops.attention.triton.bwd_config import BwdConfig, BwdTile, bwd_config
 from fastattn.ops.attention.triton.bwd_distance_kernel import attention_bwd_distance_kernel
@@ -122,8 +122,8 @@ def layout_of(tiling: BwdConfig | None, call: BackwardCall) -> Layout:
     q, k = call.q, call.k
     key = (
         tiling or architecture(q), q.dtype, q.shape, k.shape, call.v.shape, signature(call.mask),
-        *(None if x is None else x.dim() for x in length_tensors(call)), call.causal,
-        call.window_left, call.window_right, call.dropout_p > 0.0, *call.needs[3:], packed_of(call),
+        *(None if x is None else x.dim() for x in length_tensors(call)), *options_of(call),
+        *call.needs[3:], packed_of(call),
         None if call.distance_bias is None else call.distance_bias.shape[0], call.sinks is None,
     )  # fmt: skip
     layout: Layout | None = _layouts.get(key)

@@ -4,7 +4,6 @@ Its arguments but the pointers are bound once per combination of shapes, strides
 """
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ import triton
 from torch import Tensor
 
 from fastattn.ops._triton_launch import BoundLaunch, LaunchCache, signature
-from fastattn.ops.attention.calls import ForwardCall
+from fastattn.ops.attention.calls import ForwardCall, options_of
 from fastattn.ops.attention.triton.call_shape import (
     CallShape,
     Workspace,
@@ -53,9 +52,6 @@ class _Plan(NamedTuple):
     hash_columns: Callable[..., None] | None  # for dropout
 
 
-# From the first of the options to dropout_p.
-_FIELDS = ForwardCall._fields
-_options = attrgetter(*_FIELDS[_FIELDS.index("softcap") : _FIELDS.index("dropout_seed")])
 _plans, _list_shapes = LaunchCache(), LaunchCache()
 _PAGE_SIZES = (16, 32, 64, 128, 256)
 
@@ -129,7 +125,7 @@ def _run(
     key = (
         config or architecture(q), q.device, q.dtype, q.shape, q.stride(), k.shape, k.stride(),
         v.shape, v.stride(), out.stride(), signature(mask), signature(mask_tiles),
-        *map(signature, (*lengths, table, *changes)), packed, *_options(call), has_origin(seed),
+        *map(signature, (*lengths, table, *changes)), packed, *options_of(call), has_origin(seed),
         (k.data_ptr() | v.data_ptr()) & 15 == 0,
     )  # fmt: skip
     plan = _plans.get(key)

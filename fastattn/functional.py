@@ -667,11 +667,7 @@ def add_layer_norm(
 
 
 def rms_norm(
-    x: Tensor,
-    weight: Tensor | None = None,
-    eps: float | None = None,
-    *,
-    backend: str | None = None,
+    x: Tensor, weight: Tensor | None = None, eps: float | None = None, *, backend: str | None = None
 ) -> Tensor:
     """x / sqrt(mean(x²) + eps) * weight over the last dimension (Zhang and Sennrich 2019).
 

@@ -4,12 +4,7 @@ by DTensor rules, whole models by `parallelize`.
 
 from fastattn.distributed.context import context_parallel_attention
 from fastattn.distributed.dtensor_rules import register_sharding_rules
-from fastattn.distributed.losses import (
-    clip_grad_norm_,
-    loss_sum,
-    sum_over_data,
-    sum_over_processes,
-)
+from fastattn.distributed.losses import clip_grad_norm_, loss_sum, sum_over_data, sum_over_processes
 from fastattn.distributed.parallelize import Plan, Report, parallelize
 from fastattn.distributed.parameters import (
     full_state_dict,

@@ -18,12 +18,7 @@ from fastattn.nn.sharding import sharding_of
 
 
 def loss_sum(
-    model: nn.Module,
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    smoothing: float = 0.0,
-    ignore_index: int,
+    model: nn.Module, logits: Tensor, targets: Tensor, *, smoothing: float = 0.0, ignore_index: int
 ) -> Tensor:
     """The sum of the smoothed cross-entropy over this process's tokens, in nats.
 

@@ -335,9 +335,7 @@ class VocabularyEmbedding(nn.Embedding):
         index, inside = self.group.index_in_part(input, rows)
         padding = None if self.padding_idx is None else self.padding_idx - self.group.rank * rows
         x = F.embedding(
-            index,
-            self.weight,
-            padding if padding is not None and 0 <= padding < rows else None,
+            index, self.weight, padding if padding is not None and 0 <= padding < rows else None
         )
         return collectives.sum_whole(x.masked_fill(~inside[..., None], 0.0), self.group)
 

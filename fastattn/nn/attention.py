@@ -94,14 +94,7 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
             )
         if not need_weights:
             context = attention_context(
-                self,
-                query,
-                key,
-                value,
-                key_padding_mask,
-                attn_mask,
-                is_causal,
-                streams,
+                self, query, key, value, key_padding_mask, attn_mask, is_causal, streams
             )
             weights = None
         else:

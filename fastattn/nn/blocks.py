@@ -346,11 +346,7 @@ def decoder_layer(
 
 
 def decoder_layer_step(
-    layer: nn.TransformerDecoderLayer,
-    x: Tensor,
-    past: LayerCache,
-    cache: DecoderCache,
-    step: Step,
+    layer: nn.TransformerDecoderLayer, x: Tensor, past: LayerCache, cache: DecoderCache, step: Step
 ) -> Tensor:
     """`layer` on the next positions, whose keys and values are written to the cache."""
     self_attn, cross_attn = layer.self_attn, layer.multihead_attn

@@ -50,13 +50,7 @@ class PositionalMultiheadAttention(UnpackedMultiheadAttention):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
-            embed_dim,
-            num_heads,
-            dropout,
-            bias,
-            batch_first=batch_first,
-            device=device,
-            dtype=dtype,
+            embed_dim, num_heads, dropout, bias, batch_first=batch_first, device=device, dtype=dtype
         )
         if not isinstance(positions, AttentionPositions):
             positions = make_positions(positions, embed_dim, num_heads, device=device, dtype=dtype)

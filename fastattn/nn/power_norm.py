@@ -17,11 +17,7 @@ class _TokenNorm(nn.Module):
     """Weight and bias for `[..., E]`, and which tokens count."""
 
     def __init__(
-        self,
-        size: int,
-        eps: float,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        self, size: int, eps: float, device: torch.device | str | None, dtype: torch.dtype | None
     ) -> None:
         super().__init__()
         if size < 1:

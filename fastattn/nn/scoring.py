@@ -138,13 +138,7 @@ class ScoredMultiheadAttention(UnpackedMultiheadAttention):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
-            embed_dim,
-            num_heads,
-            dropout,
-            bias,
-            batch_first=batch_first,
-            device=device,
-            dtype=dtype,
+            embed_dim, num_heads, dropout, bias, batch_first=batch_first, device=device, dtype=dtype
         )
         if scoring not in SCORES:
             raise ValueError(f"scoring must be one of {SCORES}, got {scoring!r}")

@@ -89,9 +89,7 @@ class Tape:
     """
 
     def __init__(
-        self,
-        step: Callable[[], None],
-        results: Callable[[], Sequence[Tensor] | None] | None = None,
+        self, step: Callable[[], None], results: Callable[[], Sequence[Tensor] | None] | None = None
     ) -> None:
         self._step: Callable[[], None] | None = step  # until it is recorded
         self._results = results

@@ -19,31 +19,13 @@ from torch import Tensor, nn
 
 from fastattn.functional import Lengths, autocast
 from fastattn.nn.attention import check_causal_hint, floating_mask, matching_masks
-from fastattn.nn.blocks import (
-    has_low_residual,
-    packed_decoder_layer,
-    packed_encoder_layer,
-)
+from fastattn.nn.blocks import has_low_residual, packed_decoder_layer, packed_encoder_layer
 from fastattn.nn.conversion import DropIn, convert_children
 from fastattn.nn.fusion import inherits, is_unmodified
 from fastattn.nn.incremental import IncrementalDecoding
-from fastattn.nn.layers import (
-    TransformerDecoderLayer,
-    TransformerEncoderLayer,
-    are_masks,
-)
-from fastattn.nn.packing import (
-    Packing,
-    can_pack,
-    can_pack_norm,
-    refuse_padding_masks,
-    row_multiple,
-)
-from fastattn.nn.positional_attention import (
-    attention_classes,
-    set_positions,
-    share_positions,
-)
+from fastattn.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer, are_masks
+from fastattn.nn.packing import Packing, can_pack, can_pack_norm, refuse_padding_masks, row_multiple
+from fastattn.nn.positional_attention import attention_classes, set_positions, share_positions
 from fastattn.nn.relative import PositionKind, make_positions
 from fastattn.nn.sharding import SINGLE, sharding_of
 

@@ -194,10 +194,7 @@ def _register_nodes() -> bool:
 
 # -- the derivative in Python ---------------------------------------------------------------------
 def _function(
-    name: str,
-    forward: Callable[..., Any],
-    backward: Callable[..., Any],
-    jvp: Callable[..., Any],
+    name: str, forward: Callable[..., Any], backward: Callable[..., Any], jvp: Callable[..., Any]
 ) -> type[_SingleLevelFunction]:
     """An autograd function for a single functorch level, as a kernel at the Autograd key needs."""
     methods = {

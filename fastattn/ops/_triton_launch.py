@@ -43,11 +43,7 @@ class DescriptorTemplate(NamedTuple):
 
 
 def descriptor_template(
-    x: Tensor,
-    shape: list[int],
-    strides: list[int],
-    block: list[int],
-    resized: bool = False,
+    x: Tensor, shape: list[int], strides: list[int], block: list[int], resized: bool = False
 ) -> DescriptorTemplate:
     """The template for tensors like x."""
     descriptor = TensorDescriptor(x, shape, strides, block)

@@ -31,14 +31,7 @@ from .checkpoint import read_best, write_atomically
 from .data import Pair, read_pairs
 from .generation import Translator, bleu, chrf
 from .model import ModelConfig, Seq2SeqTransformer, record_attention
-from .plots import (
-    Curve,
-    Limit,
-    relative_differences,
-    save_alignment,
-    save_curves,
-    save_heat_maps,
-)
+from .plots import Curve, Limit, relative_differences, save_alignment, save_curves, save_heat_maps
 from .progress import Progress, counted
 from .runs import (
     PreparedText,

@@ -116,10 +116,7 @@ class TrainingConfig:
             raise ValueError(f"betas must lie in [0, 1), got {self.betas}")
         if not math.isfinite(self.cycles):
             raise ValueError(f"cycles must be finite, got {self.cycles}")
-        for name, known in (
-            ("scheduled_sampling", SCHEDULED_SAMPLING),
-            ("sampling_decay", DECAYS),
-        ):
+        for name, known in (("scheduled_sampling", SCHEDULED_SAMPLING), ("sampling_decay", DECAYS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
         for name in ("truth_floor", "sequence_weight"):

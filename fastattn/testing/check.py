@@ -199,10 +199,7 @@ def add_arguments(
     )
     parser.add_argument("--isa", help="instruction set of the CPU kernels (default: the fastest)")
     parser.add_argument(
-        "--jobs",
-        type=count,
-        default=None,
-        help="number of processes (default: one per core)",
+        "--jobs", type=count, default=None, help="number of processes (default: one per core)"
     )
     parser.add_argument(
         "--seconds", type=count, default=None, help="start no sample after this time"

@@ -35,12 +35,7 @@ class Comparison:
 
 
 def compare(
-    actual: Tensor,
-    ref64: Tensor,
-    same: Tensor,
-    mag: Tensor,
-    slice_dims: int,
-    rounding: float = 0.0,
+    actual: Tensor, ref64: Tensor, same: Tensor, mag: Tensor, slice_dims: int, rounding: float = 0.0
 ) -> Comparison:
     """Compares a result with the fp64 reference.
 

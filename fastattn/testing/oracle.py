@@ -44,11 +44,7 @@ def run_op(
 
 
 def with_gradients(
-    spec: OpSpec,
-    sample: Sample,
-    inputs: Inputs,
-    results: Any,
-    douts: OutputGradients | None = None,
+    spec: OpSpec, sample: Sample, inputs: Inputs, results: Any, douts: OutputGradients | None = None
 ) -> Results:
     outputs = results if isinstance(results, tuple) else (results,)
     named = dict(zip(spec.results, outputs, strict=True))
@@ -77,11 +73,7 @@ class Oracle:
     """
 
     def __init__(
-        self,
-        spec: OpSpec,
-        sample: Sample,
-        dtype: torch.dtype,
-        douts: OutputGradients | None = None,
+        self, spec: OpSpec, sample: Sample, dtype: torch.dtype, douts: OutputGradients | None = None
     ):
         self.spec, self.sample, self.dtype = spec, sample, dtype
         self._output_gradients = douts or output_gradients

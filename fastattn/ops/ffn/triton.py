@@ -114,11 +114,7 @@ _plans = LaunchCache()
 
 
 def _forward(
-    config: Up | None,
-    call: ForwardCall,
-    y: Tensor,
-    hidden: Tensor,
-    workspace: Sequence[Tensor],
+    config: Up | None, call: ForwardCall, y: Tensor, hidden: Tensor, workspace: Sequence[Tensor]
 ) -> None:
     (
         x, w1, b1, w2, b2, residual, activation, dropout_p, output_dropout_p, dropout_seed,

@@ -11,14 +11,7 @@ from torch import Tensor
 
 from fastattn.ops._dropout import keep_scale, threshold
 from fastattn.ops._triton_launch import BoundLaunch, DescriptorTemplate, descriptor_template
-from fastattn.ops.ffn.config import (
-    GATED,
-    MAPPED,
-    SUMMED,
-    UpTile,
-    elementwise_tile,
-    rows_per_group,
-)
+from fastattn.ops.ffn.config import GATED, MAPPED, SUMMED, UpTile, elementwise_tile, rows_per_group
 from fastattn.ops.ffn.triton_elementwise import (
     activate_kernel,
     differentiate_kernel,

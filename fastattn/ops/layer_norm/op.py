@@ -156,18 +156,8 @@ add_layer_norm = differentiable(
 )
 
 rms_norm = differentiable(
-    _op(
-        "rms_norm_fwd",
-        RmsNormCall,
-        "Tensor y, Tensor rstd",
-        _rms_norm_fwd_outputs,
-    ),
-    _op(
-        "rms_norm_bwd",
-        RmsNormBackwardCall,
-        "Tensor dx, Tensor dweight",
-        _rms_norm_bwd_outputs,
-    ),
+    _op("rms_norm_fwd", RmsNormCall, "Tensor y, Tensor rstd", _rms_norm_fwd_outputs),
+    _op("rms_norm_bwd", RmsNormBackwardCall, "Tensor dx, Tensor dweight", _rms_norm_bwd_outputs),
     reference.rms_norm_bwd,
     forward_maths=reference.rms_norm_fwd,
     gradients={"dx": "x", "dweight": "weight"},

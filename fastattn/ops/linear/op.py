@@ -13,11 +13,7 @@ from fastattn.ops._op import Backend, Op
 from fastattn.ops.linear import reference
 
 _PACKAGE = "fastattn.ops.linear"
-_BACKENDS = (
-    Backend("cpu"),
-    Backend("torch"),
-    Backend("reference"),
-)
+_BACKENDS = (Backend("cpu"), Backend("torch"), Backend("reference"))
 
 
 def _fwd_outputs(x: Tensor, w: Tensor, b: Tensor | None) -> tuple[Tensor, ...]:

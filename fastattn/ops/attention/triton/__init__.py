@@ -12,11 +12,7 @@ from .backward import (
     attention_bwd_uses_lse,
     attention_bwd_workspace,
 )
-from .forward import (
-    attention_fwd,
-    attention_fwd_unsupported,
-    attention_fwd_workspace,
-)
+from .forward import attention_fwd, attention_fwd_unsupported, attention_fwd_workspace
 
 __all__ = [
     "attention_bwd",

@@ -60,10 +60,7 @@ def attention_bwd_with_config(config: BwdConfig, call: BackwardCall, *gradients:
 
 
 def _run(
-    tiling: BwdConfig | None,
-    call: BackwardCall,
-    gradients: Gradients,
-    workspace: Sequence[Tensor],
+    tiling: BwdConfig | None, call: BackwardCall, gradients: Gradients, workspace: Sequence[Tensor]
 ) -> None:
     reduced = _without_zeros(call, gradients)
     if reduced is None:

@@ -16,10 +16,7 @@ from fastattn.ops.attention.triton.bwd_parts import (
     unpack_lse_delta,
     weights,
 )
-from fastattn.ops.attention.triton.row_tiles import (
-    load_row_tiles,
-    product,
-)
+from fastattn.ops.attention.triton.row_tiles import load_row_tiles, product
 from fastattn.ops.attention.triton.tiles import (
     NOT_SPECIALIZED,
     Lengths,

@@ -11,10 +11,7 @@ import triton.language as tl
 from fastattn.ops._triton_dropout import dropout_bases, dropout_kept, unit_keys
 from fastattn.ops.attention.triton.base_tiles import SOME
 from fastattn.ops.attention.triton.bwd_parts import unpack_lse_delta, weights
-from fastattn.ops.attention.triton.row_tiles import (
-    load_row_tiles,
-    product,
-)
+from fastattn.ops.attention.triton.row_tiles import load_row_tiles, product
 from fastattn.ops.attention.triton.tiles import (
     NOT_SPECIALIZED,
     ONE_ROW,

@@ -31,17 +31,8 @@ from fastattn.ops.attention.triton.call_shape import (
 )
 from fastattn.ops.attention.triton.fwd_config import Features, ForwardConfig, forward_config
 from fastattn.ops.attention.triton.fwd_kernel import attention_fwd_kernel
-from fastattn.ops.attention.triton.mask_lists import (
-    Lists,
-    mask_lister,
-    mask_lists,
-    prepared_lister,
-)
-from fastattn.ops.attention.triton.tiles import (
-    TableStrides,
-    column_hasher,
-    column_keys_workspace,
-)
+from fastattn.ops.attention.triton.mask_lists import Lists, mask_lister, mask_lists, prepared_lister
+from fastattn.ops.attention.triton.tiles import TableStrides, column_hasher, column_keys_workspace
 
 
 class _Plan(NamedTuple):

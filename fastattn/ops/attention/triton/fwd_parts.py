@@ -15,12 +15,7 @@ import triton
 import triton.language as tl
 
 from fastattn.ops._triton_dropout import dropout_kept, kept_bits, load_keys, zero_dropped
-from fastattn.ops.attention.triton.row_tiles import (
-    Source,
-    add_product,
-    load_rows,
-    product,
-)
+from fastattn.ops.attention.triton.row_tiles import Source, add_product, load_rows, product
 from fastattn.ops.attention.triton.tiles import (
     EDGE,
     FULL,

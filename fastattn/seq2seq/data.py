@@ -322,14 +322,12 @@ class Batch:
         def move(tensor: Tensor) -> Tensor:
             return tensor.pin_memory().to(device, non_blocking=True)
 
-        return Batch(
+        return replace(
+            self,
             source=move(self.source),
             source_padding=move(self.source_padding),
             target_in=move(self.target_in),
             target_out=move(self.target_out),
-            tokens=self.tokens,
-            source_lengths=self.source_lengths,
-            target_lengths=self.target_lengths,
         )
 
 

@@ -131,50 +131,17 @@ _BART_PARAMETERS = {
     "head.": ("lm_head.",),
     "head_bias": ("final_logits_bias",),
 }
-_BART_OPTIONS = {"padding_gradient": False, "embedding_scale": 1.0}
 _SINUSOIDS = {"positions": "sinusoidal", "sinusoid_halves": True}
 _TABLES = {"positions": "learned", "shared_positions": False, "embedding_norm": True}
+_POST_NORM = {"norm_first": False, "final_norm": False}
 
-MARIAN = Architecture(
-    keys=_BART_KEYS,
-    options={**_BART_OPTIONS, **_SINUSOIDS, "norm_first": False, "final_norm": False},
-    parameters=_BART_PARAMETERS,
-    equal=_BART_EQUAL,
-)
 
-PEGASUS = Architecture(
-    keys=_BART_KEYS,
-    options={**_BART_OPTIONS, **_SINUSOIDS, "norm_first": True},
-    parameters=_BART_PARAMETERS,
-    equal=_BART_EQUAL,
-)
-# Also NLLB.
-M2M100 = Architecture(
-    keys=_BART_KEYS,
-    options={
-        **_BART_OPTIONS,
-        **_SINUSOIDS,
-        "sinusoid_inclusive": True,
-        "first_position": 2,
-        "norm_first": True,
-    },
-    parameters=_BART_PARAMETERS,
-    equal=_BART_EQUAL,
-)
-BART = Architecture(
-    keys=_BART_KEYS,
-    options={**_BART_OPTIONS, **_TABLES, "norm_first": False, "final_norm": False},
-    parameters=_BART_PARAMETERS,
-    equal=_BART_EQUAL,
-    skipped_positions=2,
-)
-MBART = Architecture(
-    keys=_BART_KEYS,
-    options={**_BART_OPTIONS, **_TABLES, "norm_first": True},
-    parameters=_BART_PARAMETERS,
-    equal=_BART_EQUAL,
-    skipped_positions=2,
-)
+def _bart(options: Mapping[str, Any], skipped_positions: int = 0) -> Architecture:
+    options = {"padding_gradient": False, "embedding_scale": 1.0, "norm_first": True, **options}
+    return Architecture(
+        _BART_KEYS, options, _BART_PARAMETERS, _BART_EQUAL, skipped_positions=skipped_positions
+    )
+
 
 # T5
 
@@ -249,12 +216,13 @@ T5 = Architecture(
 )
 
 ARCHITECTURES = {
-    "bart": BART,
-    "m2m_100": M2M100,
-    "marian": MARIAN,
-    "mbart": MBART,
+    "bart": _bart({**_TABLES, **_POST_NORM}, skipped_positions=2),
+    # Also NLLB.
+    "m2m_100": _bart({**_SINUSOIDS, "sinusoid_inclusive": True, "first_position": 2}),
+    "marian": _bart({**_SINUSOIDS, **_POST_NORM}),
+    "mbart": _bart(_TABLES, skipped_positions=2),
     "mt5": T5,
-    "pegasus": PEGASUS,
+    "pegasus": _bart(_SINUSOIDS),
     "t5": T5,
 }
 

@@ -16,6 +16,7 @@ from subprocesses import environment
 
 from fastattn.cli.signals import StopRequest
 from fastattn.seq2seq import checkpoint, demo, runs, training
+from fastattn.seq2seq.schedules import warmup_cosine
 
 # Runs the command; the fifth update sends signals to its own process.
 SIGNALLED = """
@@ -155,9 +156,9 @@ def test_an_interrupted_demo_is_a_run_to_resume(capsys, pairs_file, tmp_path, mo
 
 
 # -- longer runs ----------------------------------------------------------------------------------
-def test_a_finished_run_is_extended_as_if_it_had_been_planned_so(capsys, pairs_file, tmp_path):
-    """The extended run's own configuration gives the same bits in one call of `train`."""
-    run, whole = tmp_path / "run", tmp_path / "whole"
+def test_a_finished_run_is_extended(capsys, pairs_file, tmp_path):
+    """The schedule of the new updates is that of a run of all of them."""
+    run = tmp_path / "run"
     base = ["train", "--data", str(pairs_file), "--out", str(run), *TINY, *USUAL]
     assert call(capsys, *base, "--steps=6", "--valid-every=4")[0] == 0
     before = curve(run)
@@ -165,39 +166,15 @@ def test_a_finished_run_is_extended_as_if_it_had_been_planned_so(capsys, pairs_f
     code, out, err = call(capsys, *more, "--steps=12", "--json")
     assert code == 0 and json.loads(out)["updates"] == 12, err
     assert curve(run)[: len(before)] == before
-    files = runs.open_run(run)
-    assert files.training.steps == 12 and files.training.extensions == ((6, 6),)
-    runs.start_run(whole, files)
-    prepared = runs.prepare_text(
-        runs_pairs(pairs_file), held_out=5, max_length=24, vocabulary=files.tokenizer, show=False
-    )
-    torch.manual_seed(0)
-    model = runs.make_model(files.model)
-    training.train(
-        model, prepared.train, prepared.valid, files.training, device="cpu", run=whole, show=False
-    )
-    assert_same_runs(run, whole)
+    config = runs.open_run(run).training
+    assert config.steps == 12
+    rates = {step: rate for step, _, rate, _ in curve(run) if rate is not None}
+    for step in range(7, 13):
+        share = warmup_cosine(step - 1, warmup_steps=config.warmup_steps, total_steps=12)
+        assert rates[step] == pytest.approx(config.learning_rate * share)
     # Asking for the same number again changes nothing.
     assert call(capsys, *more, "--steps=12")[0] == 0 and len(curve(run)) == 16
-    assert runs.open_run(run).training == files.training
-
-
-def test_a_run_is_extended_again_before_its_next_checkpoint():
-    once = training.TrainingConfig(steps=100).extended(100, 200)
-    assert once.extensions == ((100, 100),)
-    again = once.extended(100, 300)
-    assert again.steps == 300 and again.extensions == ((100, 100),)
-    assert [again.planned_steps(step) for step in (1, 100, 101)] == [100, 100, 300]
-    assert once.extended(150, 300).extensions == ((100, 100), (150, 200))
-    # Later checkpoints were deleted.
-    assert once.extended(80, 300).extensions == ((80, 100),)
-    assert once.extended(0, 300).extensions == ()
-
-
-def runs_pairs(path: Path):
-    from fastattn.seq2seq.data import read_pairs
-
-    return read_pairs(path).pairs
+    assert runs.open_run(run).training == config
 
 
 def test_a_run_that_stopped_early_is_not_extended(capsys, pairs_file, tmp_path):

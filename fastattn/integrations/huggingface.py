@@ -176,27 +176,21 @@ def attention_mask(
         _check_exchangeable(config)
     if mask_function is None:
         mask_function = masking_utils.causal_mask_function
-    if _is_eager(type(config)):
-        return masking_utils.eager_mask(  # type: ignore[no-any-return]
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            config=config,
-            **kwargs,
-        )
-    skips = {
-        name: kwargs.pop(name, default)
-        for name, default in (
-            ("allow_is_causal_skip", True),
-            ("allow_is_bidirectional_skip", False),
-        )
+    given: dict[str, Any] = {
+        "batch_size": batch_size,
+        "q_length": q_length,
+        "kv_length": kv_length,
+        "q_offset": q_offset,
+        "kv_offset": kv_offset,
+        "mask_function": mask_function,
+        "attention_mask": attention_mask,
     }
+    if _is_eager(type(config)):
+        return masking_utils.eager_mask(**given, config=config, **kwargs)  # type: ignore[no-any-return]
+    causal_skip = kwargs.pop("allow_is_causal_skip", True)
+    bidirectional_skip = kwargs.pop("allow_is_bidirectional_skip", False)
     if mask_function is masking_utils.bidirectional_mask_function:
-        if attention_mask is None and skips["allow_is_bidirectional_skip"]:
+        if attention_mask is None and bidirectional_skip:
             return None
         if attention_mask is not None and attention_mask.dim() == 2:
             padding: Tensor = masking_utils.prepare_padding_mask(  # type: ignore[assignment]
@@ -206,7 +200,7 @@ def attention_mask(
             # Expanded (a view), because some models combine it with other masks.
             return padding.expand(-1, -1, q_length, -1)
     if (
-        skips["allow_is_causal_skip"]
+        causal_skip
         and mask_function is masking_utils.causal_mask_function
         and attention_mask is None
         and not isinstance(q_offset, Tensor)
@@ -215,17 +209,8 @@ def attention_mask(
         and (q_offset == 0 or q_length == 1)
     ):
         return None
-    return masking_utils.sdpa_mask(
-        batch_size=batch_size,
-        q_length=q_length,
-        kv_length=kv_length,
-        q_offset=q_offset,  # type: ignore[arg-type]
-        kv_offset=kv_offset,
-        mask_function=mask_function,
-        attention_mask=attention_mask,
-        allow_is_causal_skip=False,
-        allow_is_bidirectional_skip=False,
-        **kwargs,
+    return masking_utils.sdpa_mask(  # type: ignore[no-any-return]
+        **given, allow_is_causal_skip=False, allow_is_bidirectional_skip=False, **kwargs
     )
 
 

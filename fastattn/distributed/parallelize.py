@@ -40,6 +40,7 @@ from fastattn.nn import (
     TransformerEncoder,
     TransformerEncoderLayer,
 )
+from fastattn.nn.attention import projects_alike
 from fastattn.nn.feed_forward import fused_activation
 from fastattn.nn.fusion import is_plain_tensor, is_unmodified
 from fastattn.nn.packing import can_pack
@@ -229,11 +230,7 @@ def _layer_refusals(name: str, layer: Any, T: int, P: int) -> Iterator[str]:
             continue
         if not is_unmodified(attention, *attention_classes(child)):
             yield f"{name}.{child} must be an unmodified attention, got {type(attention).__name__}"
-        elif (
-            attention.in_proj_weight is None
-            or attention.bias_k is not None
-            or attention.add_zero_attn
-        ):
+        elif not projects_alike(attention):
             yield f"{name}.{child} must have no kdim, vdim, add_bias_kv or add_zero_attn"
         elif attention.num_heads % T:
             yield (

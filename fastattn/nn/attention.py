@@ -128,6 +128,13 @@ def has_own_heads(module: nn.MultiheadAttention) -> bool:
     return own_scale or module.num_heads * module.head_dim != module.embed_dim
 
 
+def projects_alike(attention: Any) -> bool:
+    """Whether attention has none of kdim, vdim, add_bias_kv and add_zero_attn."""
+    return not (
+        attention.in_proj_weight is None or attention.bias_k is not None or attention.add_zero_attn
+    )
+
+
 def is_plain(module: nn.Module, x: Tensor) -> bool:
     """Whether the parameters of torch's or fastattn's attention are its own, dense and like x."""
     projection = module._modules.get("out_proj")

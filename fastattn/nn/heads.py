@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastattn.nn.attention import MultiheadAttention, has_own_heads
+from fastattn.nn.attention import MultiheadAttention, has_own_heads, projects_alike
 from fastattn.nn.positional_attention import PositionalMultiheadAttention
 
 
@@ -39,11 +39,7 @@ def set_heads(
                 f"PositionalMultiheadAttention, got {type(attention).__module__}."
                 f"{type(attention).__name__}"
             )
-        if (
-            attention.in_proj_weight is None
-            or attention.bias_k is not None
-            or attention.add_zero_attn
-        ):
+        if not projects_alike(attention):
             raise ValueError(
                 "heads can be set for attention without kdim, vdim, add_bias_kv and "
                 f"add_zero_attn, got {attention}"

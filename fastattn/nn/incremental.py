@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fastattn.functional import Lengths
-from fastattn.nn.attention import allowed_mask
+from fastattn.nn.attention import allowed_mask, projects_alike
 from fastattn.nn.blocks import decoder_layer_step, project_memory
 from fastattn.nn.decoding import DecoderCache, LayerCache, check_memory_lengths
 from fastattn.nn.fusion import is_unmodified
@@ -195,8 +195,6 @@ def _cannot_decode(layer: nn.Module) -> str | None:
         attention = getattr(layer, name)
         if not is_unmodified(attention, *attention_classes(name)):
             return f"has a {name} that is not exactly a MultiheadAttention without hooks"
-        if attention.in_proj_weight is None or attention.bias_k is not None:
-            return f"has a {name} with kdim, vdim or add_bias_kv"
-        if attention.add_zero_attn:
-            return f"has a {name} with add_zero_attn"
+        if not projects_alike(attention):
+            return f"has a {name} with kdim, vdim, add_bias_kv or add_zero_attn"
     return None

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastattn.functional import Lengths
-from fastattn.nn.attention import project_each, scale_of
+from fastattn.nn.attention import project_each, projects_alike, scale_of
 from fastattn.nn.feed_forward import GatedActivation
 from fastattn.nn.fusion import DropoutStreams, inherits, is_unmodified
 from fastattn.nn.norm import LayerNorm, RMSNorm
@@ -165,12 +165,7 @@ def can_pack(layer: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
         return False
     for name, child in layer.named_children():
         if name in ("self_attn", "multihead_attn"):
-            if not is_unmodified(child, *attention_classes(name)):
-                return False
-            attention: Any = child
-            if attention.in_proj_weight is None or attention.add_zero_attn:
-                return False
-            if attention.bias_k is not None:
+            if not (is_unmodified(child, *attention_classes(name)) and projects_alike(child)):
                 return False
         elif name.startswith("norm"):
             if not can_pack_norm(child):

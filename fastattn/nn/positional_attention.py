@@ -20,6 +20,7 @@ from fastattn.nn.attention import (
     matching_masks,
     merge_heads,
     project,
+    projects_alike,
     rotated_heads,
 )
 from fastattn.nn.fusion import DropoutStreams, savable
@@ -140,7 +141,7 @@ def _convert(attention: Any, positions: AttentionPositions) -> None:
             "positions need a MultiheadAttention of torch or fastattn, got "
             f"{type(attention).__name__}"
         )
-    if attention.in_proj_weight is None or attention.bias_k is not None or attention.add_zero_attn:
+    if not projects_alike(attention):
         raise ValueError(
             "positions need attention without kdim, vdim, add_bias_kv and add_zero_attn, got "
             f"{attention}"

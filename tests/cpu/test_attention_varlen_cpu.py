@@ -7,27 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from cpu_library import assert_threads_change_no_bit, needs_library, slower_isas
+from cpu_library import assert_threads_change_no_bit, needs_library
 from torch import Tensor
 
 import fastattn
-from fastattn.ops.attention.calls import ForwardCall
-from fastattn.testing.check import check_sample
-from fastattn.testing.oracle import Oracle
 from fastattn.testing.poison import poisoned_results
-from fastattn.testing.spec import Sample, all_specs
+from fastattn.testing.spec import all_specs
 
 SPEC = all_specs()["attention_varlen"]
 pytestmark = needs_library
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@slower_isas
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sample", SPEC.samples, ids=lambda sample: sample.name)
-def test_sample(isa: str, sample: Sample, dtype: torch.dtype) -> None:
-    rows = check_sample(Oracle(SPEC, sample, dtype), "cpu", torch.device("cpu"))
-    assert rows and not [row for row in rows if row.status != "ok"]
 
 
 def _offsets(*lengths: int) -> Tensor:
@@ -140,37 +129,3 @@ def test_strided_projections_of_one_tensor(dtype: torch.dtype) -> None:
     dense = _outputs_and_gradients(*(x.contiguous() for x in views), cu, cu, causal=True)
     for one, other in zip(strided, dense, strict=True):
         assert torch.equal(one, other)
-
-
-def _forward(**changes: Any) -> None:
-    x = torch.zeros(9, 2, 8)
-    offsets = {"cu_seqlens_q": _offsets(4, 5), "cu_seqlens_k": _offsets(4, 5)}
-    call = ForwardCall(x, x, x, max_seqlen_q=5, max_seqlen_k=5, **offsets)
-    results = {"out": torch.empty_like(x), "lse": torch.empty(2, 9)}
-    torch.ops.fastattn.attention_fwd.out(**call._asdict() | results | changes)
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"cu_seqlens_q": torch.tensor([0, 4, 10]).int()}, "must ascend from 0 to at most 9"),
-        ({"cu_seqlens_q": torch.tensor([0, 7, 5]).int()}, "cu_seqlens_q must ascend"),
-        ({"cu_seqlens_k": torch.tensor([-1, 4, 9]).int()}, "cu_seqlens_k must ascend"),
-        ({"cu_seqlens_k": torch.tensor([0, 9]).int()}, "cu_seqlens_k must be a contiguous CPU"),
-        ({"cu_seqlens_q": torch.tensor([0, 4, 9])}, "cu_seqlens_q must be a contiguous CPU"),
-        ({"cu_seqlens_k": None}, "must be given together"),
-        ({"mask": torch.zeros(1, 1, 1, 1)}, "packed sequences take no mask"),
-        ({"key_lengths": torch.tensor([4, 5])}, "packed sequences take no mask, lengths"),
-        ({"k": torch.zeros(9, 2, 7)}, r"k must be a CPU tensor of shape \[9, 2, 8\]"),
-        ({"v": torch.zeros(8, 2, 8)}, r"v must be a CPU tensor of shape \[9, 2, 8\]"),
-        ({"out": torch.zeros(9, 8, 2).mT}, "out must have a contiguous last dimension"),
-        ({"out": torch.zeros(9, 1, 8)}, "out must be a CPU tensor"),
-        ({"lse": torch.zeros(2, 8)}, "lse must be a contiguous CPU tensor of 18"),
-        ({"sinks": torch.zeros(1)}, "sinks must be a contiguous CPU tensor of 2"),
-        ({"distance_bias": torch.zeros(1, 2, 8)}, r"distance_bias must be .* \[2 or 1, 2, 9\]"),
-    ],
-)
-def test_library_protects_memory(changes: dict[str, Any], message: str) -> None:
-    _forward()
-    with pytest.raises(RuntimeError, match=message):
-        _forward(**changes)

@@ -201,8 +201,7 @@ def _results(quick: bool) -> Any:
 @needs_library
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES],
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES]
 )
 def test_exceptions_are_those_of_pytorch(name: str, backward: bool) -> None:
     if backward and name in NO_BACKWARD:

@@ -61,29 +61,22 @@ OWN["add_layer_norm"] += [
     _own("add_layer_norm", "plain_sum", "no dropout, no x_bias: the norm's own backward", (9, 520)),
     _own("add_layer_norm", "wide_sum", "two strips", (3, 16384), x_bias=True),
 ]  # fmt: skip
-# In bf16, with all properties. The others are for test-all: the samples of the op and long rows in
-# one dtype each, the others above in every one.
+# In bf16, with all properties. The others are for test-all, in one dtype each: the widths of the
+# three ops in different ones.
 QUICK = {
     "layer_norm": ("odd_width", "columns_256", "columns_1000"),
     "add_layer_norm": ("dropout", "columns_96", "no_parameters"),
     "rms_norm": ("model", "columns_264"),
 }
 
-LONG = ("columns_16384", "columns_16392", "columns_40000", "wide_sum")
-
 
 def _cases(quick: bool) -> list[Any]:
     found = []
     for first, op in enumerate(SPECS.values()):
         for number, sample in enumerate((*op.samples, *OWN[op.name]), first):
-            dtypes = sample.dtypes
-            if sample in op.samples or sample.name in LONG:
-                dtypes = (dtypes[number % len(dtypes)],)
-            if quick:
-                dtypes = (BF16,) if sample.name in QUICK[op.name] else ()
-            for dtype in dtypes:
-                short = str(dtype).removeprefix("torch.")
-                name = f"{op.name}-{sample.name}-{short}"
+            if not quick or sample.name in QUICK[op.name]:
+                dtype = BF16 if quick else sample.dtypes[number % len(sample.dtypes)]
+                name = f"{op.name}-{sample.name}-{str(dtype)[6:]}"
                 found.append(pytest.param(op, sample, dtype, id=name))
     return found
 

@@ -37,11 +37,7 @@ def _enter(
 ) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo",
-        init_method=f"file://{rendezvous}",
-        rank=rank,
-        world_size=size,
-        timeout=_TIMEOUT,
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=_TIMEOUT
     )
     try:
         for function in functions:

@@ -1,7 +1,7 @@
 """Models on meshes of four gloo processes: training equals that of one process."""
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -13,6 +13,21 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastattn import nn as fnn
+from fastattn.distributed import (
+    Plan,
+    clip_grad_norm_,
+    full_state_dict,
+    full_tensors,
+    join_parts,
+    loss_sum,
+    parallelize,
+    shard_sequence,
+    split_parts,
+    sum_over_data,
+    sum_over_processes,
+    weight_blocks,
+)
+from fastattn.nn.sharding import sharding_of
 from fastattn.seq2seq.data import Batch
 from fastattn.seq2seq.generation import generate
 from fastattn.seq2seq.losses import label_smoothed_cross_entropy
@@ -100,8 +115,6 @@ def shapes_of(model: nn.Module) -> list[tuple[str, torch.Size]]:
 
 def shapes_of_parts(config: ModelConfig) -> list[tuple[str, torch.Size]]:
     """Names and shapes in checkpoints of any mesh; conversions are exact."""
-    from fastattn.distributed import join_parts, split_parts, weight_blocks
-
     plain = make_model(config)
     state = plain.state_dict()
     parts = split_parts(state, weight_blocks(plain))
@@ -151,17 +164,6 @@ def trained_like_one_process(
     packed: bool = False,
     **plan: Any,
 ) -> None:
-    from fastattn.distributed import (
-        Plan,
-        clip_grad_norm_,
-        full_state_dict,
-        full_tensors,
-        loss_sum,
-        parallelize,
-        sum_over_data,
-        sum_over_processes,
-    )
-
     expected, gradients, weights = alone(config, steps)
     model = make_model(config)
     mesh = mesh_of(**sizes)
@@ -201,15 +203,6 @@ def trained_like_one_process(
     assert all(torch.equal(x, state[name]) for name, x in full_state_dict(model).items())
 
 
-# -- plans -----------------------------------------------------------------------------------------
-def data_alone() -> None:
-    trained_like_one_process({"data": 4})
-
-
-def tensor_alone() -> None:
-    trained_like_one_process({"tensor": 4})
-
-
 def rotary_positions() -> None:
     """Rotary positions, with an odd number of target tokens in the second step."""
     rotary = replace(SMALL, positions="rotary")
@@ -217,27 +210,6 @@ def rotary_positions() -> None:
     trained_like_one_process({"data": 2, "tensor": 2}, rotary, 2, sequence=False)
 
 
-def data_and_tensor() -> None:
-    trained_like_one_process({"data": 2, "tensor": 2})
-
-
-def context_alone() -> None:
-    trained_like_one_process({"context": 4})
-
-
-def context_by_heads() -> None:
-    trained_like_one_process({"context": 4}, context="all_to_all")
-
-
-def data_and_context() -> None:
-    trained_like_one_process({"data": 2, "context": 2})
-
-
-def tensor_and_context() -> None:
-    trained_like_one_process({"context": 2, "tensor": 2})
-
-
-# -- options ---------------------------------------------------------------------------------------
 def other_models() -> None:
     """Gradients of the first and the second loss, of models with other options."""
     post = replace(SMALL, norm_first=False, activation="swiglu", positions="t5", tied=False)
@@ -271,8 +243,6 @@ def other_models() -> None:
 
 def stacks() -> None:
     """nn.Transformer, also with the sequence first, masks, and shards of sequences."""
-    from fastattn.distributed import Plan, full_tensors, parallelize, shard_sequence
-
     torch.manual_seed(4)
     tensors = torch.randn(4, 16, 16), torch.randn(4, 8, 16), torch.randn(4, 8, 16)
     src_mask, padding = (
@@ -335,8 +305,6 @@ def layers_keep_no_weights() -> None:
     """Between forward and backward FSDP frees the weights of layers that products saved: none is a
     copy.
     """
-    from fastattn.distributed import parallelize
-
     config = replace(SMALL, vocabulary=56)
     (batch,) = batches(1, sentences=5)  # no number of rows is one of a weight
     for sizes in ({"data": 4}, {"data": 2, "tensor": 2}):
@@ -366,8 +334,6 @@ class Doubling(nn.TransformerEncoderLayer):
 
 
 def layers_of_other_classes() -> None:
-    from fastattn.distributed import parallelize
-
     encoder = fnn.TransformerEncoder(Doubling(16, 4, 32, 0.0, batch_first=True), 2)
     x, lengths, rank = torch.randn(4, 6, 16), [6, 2, 4, 1], dist.get_rank()
     expected = encoder(x, src_lengths=lengths)[rank : rank + 1]
@@ -397,9 +363,6 @@ def gathered(x: Tensor) -> Tensor:
 
 def other_dropouts() -> None:
     """Values that processes share have the same bits, others do not; in evaluation none drops."""
-    from fastattn.distributed import Plan, loss_sum, parallelize, sum_over_processes
-    from fastattn.nn.sharding import sharding_of
-
     config = replace(SMALL, dropout=0.5, final_dropout=True, norm="rms", embedding_norm=True)
     (batch,) = batches(1)
     for sequence, places in ((True, 4), (False, 2)):
@@ -430,8 +393,6 @@ def other_dropouts() -> None:
 
 
 def refusals() -> None:
-    from fastattn.distributed import Plan, parallelize
-
     def refused(model: nn.Module, message: str, plan: Any = None, **sizes: int) -> None:
         before = dict(model.named_parameters())
         with pytest.raises((TypeError, ValueError), match=message):
@@ -508,8 +469,6 @@ def refusals() -> None:
 
 def inputs_out_of_range() -> None:
     """Raise on every process, also if its rows of the vocabulary are others."""
-    from fastattn.distributed import loss_sum, parallelize
-
     ((source, target_in, targets),) = batches(1)
     model, padding = make_model(SMALL), source == 0
     parallelize(model, mesh_of(data=2, tensor=2))
@@ -529,8 +488,6 @@ def inputs_out_of_range() -> None:
 
 def losses_of_lengths_like_those_of_shards() -> None:
     """A target of one process's number of positions is still that of the whole sequence."""
-    from fastattn.distributed import loss_sum, parallelize, sum_over_processes
-
     tiles = replace(SMALL, attention_dropout=0.1)
     for config, length, sizes in (
         (SMALL, 2, {"context": 4}),
@@ -551,10 +508,10 @@ def losses_of_lengths_like_those_of_shards() -> None:
 @pytest.mark.slow
 def test_of_four() -> None:
     in_processes(
-        data_alone,
+        partial(trained_like_one_process, {"data": 4}),
         rotary_positions,
-        data_and_tensor,
-        tensor_and_context,
+        partial(trained_like_one_process, {"data": 2, "tensor": 2}),
+        partial(trained_like_one_process, {"context": 2, "tensor": 2}),
         stacks,
         layers_keep_no_weights,
         layers_of_other_classes,
@@ -569,9 +526,9 @@ def test_of_four() -> None:
 @pytest.mark.slow
 def test_other_plans_and_models_of_four() -> None:
     in_processes(
-        tensor_alone,
-        context_alone,
-        context_by_heads,
-        data_and_context,
+        partial(trained_like_one_process, {"tensor": 4}),
+        partial(trained_like_one_process, {"context": 4}),
+        partial(trained_like_one_process, {"context": 4}, context="all_to_all"),
+        partial(trained_like_one_process, {"data": 2, "context": 2}),
         other_models,
     )

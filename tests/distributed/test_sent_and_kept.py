@@ -36,10 +36,7 @@ def counts_collectives() -> None:
             lambda: functional.reduce_scatter_tensor(x, "sum", 0, group),
         ),
         "all_reduce": (2 * ring // P, lambda: dist.all_reduce(x)),
-        "all_reduce, functional": (
-            2 * ring // P,
-            lambda: functional.all_reduce(x, "sum", group),
-        ),
+        "all_reduce, functional": (2 * ring // P, lambda: functional.all_reduce(x, "sum", group)),
         "all_to_all": (ring // P, lambda: dist.all_to_all_single(whole[:8], x)),
         "all_to_all, functional": (
             ring // P,

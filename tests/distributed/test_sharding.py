@@ -10,20 +10,26 @@ from torch import Tensor, nn
 
 import fastattn
 from fastattn import nn as fnn
+from fastattn.ops.attention.calls import ForwardCall
+
+if dist.is_available():
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 PROCESSES = 2
 pytestmark = needs_distributed
 
 
-def dtensors_stay_sharded() -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
+def _mesh(*sizes: int) -> "DeviceMesh":
+    """For which the ops have sharding rules; registering them again changes nothing."""
     from fastattn.distributed import register_sharding_rules
 
     register_sharding_rules()
-    register_sharding_rules()
-    mesh = init_device_mesh("cpu", (PROCESSES,))
+    return init_device_mesh("cpu", sizes)
+
+
+def dtensors_stay_sharded() -> None:
+    mesh = _mesh(PROCESSES)
     q, k, v = (torch.randn(4, H, 6, 8) for H in (4, 2, 2))
     bias = torch.randn(1, 4, 6, 6)
     lengths = [torch.tensor([6, 3, 0, 5]), torch.tensor([2, 6, 4, 0])]
@@ -57,14 +63,7 @@ def dtensors_stay_sharded() -> None:
 
 def score_changes_stay_sharded() -> None:
     """The op itself: ALiBi and tables become distance_bias by operators of plain tensors."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    from fastattn.distributed import register_sharding_rules
-    from fastattn.ops.attention.calls import ForwardCall
-
-    register_sharding_rules()
-    mesh = init_device_mesh("cpu", (PROCESSES,))
+    mesh = _mesh(PROCESSES)
     attend = torch.ops.fastattn.attention_fwd
 
     def call_of(tensors: Any, lengths: Any) -> ForwardCall:
@@ -117,12 +116,6 @@ def score_changes_stay_sharded() -> None:
 
 def heads_on_two_mesh_dimensions() -> None:
     """Groups of heads are not divided: six key heads on 2 x 2 processes would be 2, 1, 2, 1."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
-
-    from fastattn.distributed import register_sharding_rules
-
-    register_sharding_rules()
     cases: list[tuple[tuple[int, int], int, tuple[Placement, ...], bool]] = [
         ((2, 2), 6, (Shard(1), Shard(1)), False),
         ((2, 2), 4, (Shard(1), Shard(1)), True),
@@ -131,7 +124,7 @@ def heads_on_two_mesh_dimensions() -> None:
         ((2, 2), 6, (Shard(1), Replicate()), True),
     ]
     for sizes, K, placements, stays in cases:
-        mesh = init_device_mesh("cpu", sizes)
+        mesh = _mesh(*sizes)
         q, k, v = (torch.randn(4, heads, 6, 8) for heads in (4 * K, K, K))
         sharded = [distribute_tensor(x, mesh, placements) for x in (q, k, v)]
         out: Any = fastattn.attention(*sharded)
@@ -140,13 +133,7 @@ def heads_on_two_mesh_dimensions() -> None:
 
 
 def dtensor_rows() -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    from fastattn.distributed import register_sharding_rules
-
-    register_sharding_rules()
-    mesh = init_device_mesh("cpu", (PROCESSES,))
+    mesh = _mesh(PROCESSES)
     x, residual, weight, bias = (torch.randn(*s) for s in ((4, 3, 8), (4, 3, 8), (8,), (8,)))
     w1, b1, w2, b2 = (torch.randn(*s) for s in ((16, 8), (16,), (8, 16), (8,)))
 
@@ -175,13 +162,7 @@ def dtensor_rows() -> None:
 
 
 def gradients_of_sums_only() -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    from fastattn.distributed import register_sharding_rules
-
-    register_sharding_rules()
-    mesh = init_device_mesh("cpu", (PROCESSES,))
+    mesh = _mesh(PROCESSES)
     x, residual, cotangent = torch.randn(3, 4, 8)
     inputs = [distribute_tensor(t, mesh, [Shard(0)]).requires_grad_() for t in (x, residual)]
     _, z = fastattn.add_layer_norm(*inputs, return_sum=True)
@@ -192,13 +173,7 @@ def gradients_of_sums_only() -> None:
 
 def gradients_of_parameters_that_were_frozen() -> None:
     """The same sizes with other required gradients must not reuse cached placements."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    from fastattn.distributed import register_sharding_rules
-
-    register_sharding_rules()
-    mesh = init_device_mesh("cpu", (PROCESSES,))
+    mesh = _mesh(PROCESSES)
     x, weight, cotangent = torch.randn(4, 8), torch.randn(8), torch.randn(4, 8)
     for norm in (lambda x, w: fastattn.layer_norm(x, w, None), fastattn.rms_norm):
         for wanted in (["x"], ["x", "weight"], ["weight"]):
@@ -222,13 +197,7 @@ def gradients_of_parameters_that_were_frozen() -> None:
 
 
 def dropout_bits_do_not_depend_on_sharding() -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    from fastattn.distributed import register_sharding_rules
-
-    register_sharding_rules()
-    mesh = init_device_mesh("cpu", (PROCESSES,))
+    mesh = _mesh(PROCESSES)
     q = torch.randn(2, 4, 6, 8)
     seed = torch.tensor([7])
     sharded = distribute_tensor(q, mesh, [Shard(1)])
@@ -277,7 +246,7 @@ def fully_sharded_training() -> None:
     model(src, tgt).square().mean().backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters()}  # type: ignore[union-attr]
     model, src, tgt = _model()
-    mesh = dist.device_mesh.init_device_mesh("cpu", (PROCESSES,))
+    mesh = _mesh(PROCESSES)
     for layer in (*model.encoder.layers, *model.decoder.layers):  # type: ignore[union-attr, misc]
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)

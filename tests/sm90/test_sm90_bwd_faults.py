@@ -6,19 +6,18 @@ missing bound, another stage, dQ semaphores. These may also be detected by wrong
 """
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import test_sm90_bwd_on_host as backward
 import torch
 from sm90_on_host import bindings
 from sm90_on_host.backward_faults import (
     BY_LAYOUT,
     DISTANCE,
-    DISTANCE_HARMLESS,
     DMASK,
     DMASK_HARMLESS,
     INSTANCES,
@@ -29,8 +28,8 @@ from sm90_on_host.backward_faults import (
     mutations_of,
     score_mutations_of,
 )
-from sm90_on_host.build import RANDOM, build, changed_sources, missing
-from sm90_on_host.fault_injector import OpInjector
+from sm90_on_host.build import RANDOM, Mutation, build, changed_sources, missing
+from sm90_on_host.fault_injector import Harmless, OpInjector
 from sm90_plans.backward import CONFIGS
 
 from fastattn.ops import _env
@@ -45,7 +44,7 @@ from fastattn.testing.spec import OpSpec, Sample, all_specs
 TESTS = Path(__file__).resolve().parent
 SPECS = all_specs()
 pytestmark = [pytest.mark.slow, pytest.mark.long]
-_injector = partial(OpInjector, bindings.HOST, backward.run_simulated)
+_injector = partial(OpInjector, bindings.HOST, bindings.run_simulated)
 
 
 # -- what the kernels are asked --------------------------------------------------------------------
@@ -108,49 +107,6 @@ def _dmask_samples(instance: str) -> Iterator[Sample]:
                   **one | {"B": 2, "H": 2})  # fmt: skip
 
 
-@pytest.mark.parametrize("instance", INSTANCES)
-def test_backward(instance: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if reason := missing():
-        pytest.skip(reason)
-    head_dim, variant = instance.split()
-    injector = _injector(
-        build(
-            TESTS / "sm90_attention_bwd.cpp",
-            [f"ONLY_HEAD_DIM={head_dim}", f"ONLY_VARIANT={variant}"],
-            mutations=mutations_of(instance),
-        ),
-        mutations_of(instance),
-        later=(RANDOM,),
-    )
-    for sample in _samples(instance):
-        with monkeypatch.context() as patch:
-            _examine(patch, injector, sample)
-    assert len(injector.detected) > 100
-    assert not injector.unreached()
-    assert not injector.undetected((*harmless_of(instance), *BY_LAYOUT))
-    assert not injector.unused(harmless_of(instance))
-
-
-@pytest.mark.parametrize("instance", DMASK)
-def test_mask_gradient(instance: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if reason := missing():
-        pytest.skip(reason)
-    head_dim, variant = instance.split()
-    defines = ["ONLY_DMASK", f"ONLY_HEAD_DIM={head_dim}", f"ONLY_VARIANT={variant}"]
-    source, mutations = TESTS / "sm90_attention_bwd.cpp", dmask_mutations_of(instance)
-    machine = build(source, defines, mutations=mutations)
-    injector = _injector(machine, mutations, later=(RANDOM,))
-    # Each tile sums several pairs of blocks, in one split or two.
-    monkeypatch.setattr(_env, "multiprocessors", lambda *device: 1)
-    for sample in _dmask_samples(instance):
-        with monkeypatch.context() as patch:
-            _examine(patch, injector, sample)
-    assert len(injector.detected) > 60
-    assert not injector.unreached()
-    assert not injector.undetected((*DMASK_HARMLESS, *BY_LAYOUT))
-    assert not injector.unused(DMASK_HARMLESS)
-
-
 def _score_samples(instance: str) -> Iterator[Sample]:
     """Several heads, sequences and blocks; R rows are a block, N keys."""
     D, variant = int(instance.split()[0]), instance.split()[1]
@@ -185,38 +141,54 @@ def _distance_samples(instance: str) -> Iterator[Sample]:
                   causal="bottom_right_lengths", **one | {"alibi": "H"})  # fmt: skip
 
 
-@pytest.mark.parametrize("instance", SCORES)
-def test_changes_of_scores(instance: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@dataclass(frozen=True)
+class Kind:
+    """Launches with faults. defines: of the build, besides the instance's. least: the number of
+    detected faults. only_mutations: whether other instances have the faults of the machine.
+    """
+
+    defines: tuple[str, ...]
+    mutations: Callable[[str], list[Mutation]]
+    samples: Callable[[str], Iterator[Sample]]
+    harmless: Callable[[str], tuple[Harmless, ...]]
+    least: int
+    only_mutations: bool = False
+
+
+KINDS = {
+    "main": Kind((), mutations_of, _samples, harmless_of, 100),
+    "mask gradient": Kind(
+        ("ONLY_DMASK",), dmask_mutations_of, _dmask_samples, lambda _: DMASK_HARMLESS, 60
+    ),
+    "scores": Kind((), score_mutations_of, _score_samples, lambda _: (), 0, True),
+    "distances": Kind(
+        ("ONLY_DISTANCE",), distance_mutations_of, _distance_samples, lambda _: DMASK_HARMLESS, 50
+    ),
+}
+_INSTANCES = {"main": INSTANCES, "mask gradient": DMASK, "scores": SCORES, "distances": DISTANCE}
+
+
+@pytest.mark.parametrize(
+    "kind, instance", [(kind, i) for kind, instances in _INSTANCES.items() for i in instances]
+)
+def test_faults(kind: str, instance: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if reason := missing():
         pytest.skip(reason)
-    head_dim, variant = instance.split()
-    defines = [f"ONLY_HEAD_DIM={head_dim}", f"ONLY_VARIANT={variant}"]
-    mutations = score_mutations_of(instance)
+    of, (head_dim, variant) = KINDS[kind], instance.split()
+    defines = [*of.defines, f"ONLY_HEAD_DIM={head_dim}", f"ONLY_VARIANT={variant}"]
+    mutations = of.mutations(instance)
     machine = build(TESTS / "sm90_attention_bwd.cpp", defines, mutations=mutations)
-    injector = _injector(machine, mutations, later=(RANDOM,), only_mutations=True)
-    for sample in _score_samples(instance):
+    injector = _injector(machine, mutations, later=(RANDOM,), only_mutations=of.only_mutations)
+    if kind == "mask gradient":  # each tile sums several pairs of blocks, in one split or two
+        monkeypatch.setattr(_env, "multiprocessors", lambda *device: 1)
+    for sample in of.samples(instance):
         with monkeypatch.context() as patch:
             _examine(patch, injector, sample)
+    harmless = of.harmless(instance)
+    assert len(injector.detected) > of.least
     assert not injector.unreached()
-    assert not injector.undetected()
-
-
-@pytest.mark.parametrize("instance", DISTANCE)
-def test_gradient_of_distances(instance: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if reason := missing():
-        pytest.skip(reason)
-    head_dim, variant = instance.split()
-    defines = ["ONLY_DISTANCE", f"ONLY_HEAD_DIM={head_dim}", f"ONLY_VARIANT={variant}"]
-    source, mutations = TESTS / "sm90_attention_bwd.cpp", distance_mutations_of(instance)
-    machine = build(source, defines, mutations=mutations)
-    injector = _injector(machine, mutations, later=(RANDOM,))
-    for sample in _distance_samples(instance):
-        with monkeypatch.context() as patch:
-            _examine(patch, injector, sample)
-    assert len(injector.detected) > 50
-    assert not injector.unreached()
-    assert not injector.undetected((*DISTANCE_HARMLESS, *BY_LAYOUT))
-    assert not injector.unused(DISTANCE_HARMLESS)
+    assert not injector.undetected((*harmless, *BY_LAYOUT))
+    assert not injector.unused(harmless)
 
 
 _RELEASE = "      steps.after_dq();\n"

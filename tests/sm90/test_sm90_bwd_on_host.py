@@ -155,14 +155,8 @@ def simulate(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Callable[[], 
 
 def _launch(op: Op, args: Sequence[Any]) -> Sequence[Tensor]:
     results = op.allocate(args)
-    run_simulated(op, args, results)
+    bindings.run_simulated(op, args, results)
     return results
-
-
-def run_simulated(op: Op, args: Sequence[Any], results: Sequence[Tensor]) -> None:
-    (call,) = op.backend_args(args)
-    assert getattr(sm90, f"{op.name}_unsupported")(call) is None
-    getattr(sm90, op.name)(call, *results)
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,16 @@
-"""Which blocks of rows the Hopper attention backward visits, in which order; where dS and dQ lie.
+"""Which blocks of rows the Hopper attention backward visits.
 
-The kernel's own arithmetic, compiled for the host, against the definitions; and gradients computed
-by a loop over its steps.
+The kernel's own arithmetic, compiled for the host, against the definitions. The order of blocks and
+what they compute is tested on the simulator (test_sm90_bwd_on_host.py).
 """
 
 import ctypes
 import itertools
 import random
 
-import numpy as np
 import pytest
 from sm90_plans import backward
-from sm90_plans.backward import CONFIGS, PROBLEMS, Arithmetic, Problem
-from sm90_plans.shim import Range
-
-WARPS = 4  # of a warpgroup
+from sm90_plans.backward import CONFIGS, Arithmetic, Problem
 
 
 @pytest.fixture(scope="module")
@@ -62,115 +58,6 @@ def _check_plan(
         assert set(range(*plan.keys)) == live_keys
 
 
-def _block(x: np.ndarray, index: int, size: int, live: Range) -> np.ndarray:
-    """Rows of a block as products see them: 0 past the end and where nothing may be read."""
-    block = np.zeros((size, x.shape[1]))
-    rows = x[index * size : (index + 1) * size]
-    block[: len(rows)] = rows
-    block[: live[0]], block[live[1] :] = 0, 0
-    return block
-
-
-def _loop(arithmetic: Arithmetic, x: dict[str, np.ndarray], scale: float) -> dict[str, np.ndarray]:
-    """The gradients by the kernel's steps; x: q, k, v, dout, lse, delta, [B, heads, rows, ...]."""
-    p, c = arithmetic.problem, arithmetic.problem.config
-    # Nothing is there before the first block of keys has stored it.
-    dq = np.full((*x["q"].shape[:2], p.row_blocks * c.rows, x["q"].shape[3]), np.nan)
-    dk, dv = np.full_like(x["k"], np.nan), np.full_like(x["v"], np.nan)
-    every = (0, 1 << 30)
-    with np.errstate(over="ignore", invalid="ignore"):
-        for number in range(arithmetic.blocks):
-            w = arithmetic.work(number)
-            live = arithmetic.live_rows(w.batch)
-            k, v = (
-                _block(x[n][w.batch, w.kv_head], w.key_block, c.keys, w.plan.keys) for n in "kv"
-            )
-            sum_k, sum_v = np.zeros_like(k), np.zeros_like(v)
-            for step in arithmetic.steps(w):
-                m, head = step.row_block, step.head - w.batch * x["q"].shape[1]
-                clean = w.plan.clean[0] <= m < w.plan.clean[1]
-                own = every if clean else (max(live[0] - m * c.rows, 0), live[1] - m * c.rows)
-                q, dout = (_block(x[n][w.batch, head], m, c.rows, own) for n in ("q", "dout"))
-                rows = np.arange(m * c.rows, (m + 1) * c.rows)
-                dead = (rows < live[0]) | (rows >= live[1])
-                at = np.minimum(rows, p.M - 1)
-                lse = np.where(dead, np.inf, x["lse"][w.batch, head, at])
-                delta = np.where(dead, 0, x["delta"][w.batch, head, at])
-                weights = np.exp(k @ q.T * scale - lse)
-                ds = weights * (v @ dout.T - delta)
-                if not w.plan.full[0] <= m < w.plan.full[1]:
-                    allowed = arithmetic.mask(w.key_block, m, w.batch)
-                    weights, ds = np.where(allowed, weights, 0), np.where(allowed, ds, 0)
-                sum_v += weights @ dout
-                sum_k += ds @ q
-                first = arithmetic.visitors(m, w.batch)[0] == w.key_block
-                part = dq[w.batch, head, m * c.rows : (m + 1) * c.rows]
-                part[:] = ds.T @ k + (0 if first else part)
-            keys = slice(w.key_block * c.keys, min((w.key_block + 1) * c.keys, p.N))
-            dk[w.batch, w.kv_head, keys] = sum_k[: keys.stop - keys.start] * scale
-            dv[w.batch, w.kv_head, keys] = sum_v[: keys.stop - keys.start]
-    for batch, m in itertools.product(range(len(p.lengths)), range(p.row_blocks)):
-        begin, end = arithmetic.visitors(m, batch)
-        if begin >= end:
-            dq[batch, :, m * c.rows : (m + 1) * c.rows] = 0
-    return {"dq": dq[:, :, : p.M] * scale, "dk": dk, "dv": dv}
-
-
-@pytest.mark.parametrize("problem", PROBLEMS)
-def test_loop_gives_the_gradients(native: ctypes.CDLL, problem: str) -> None:
-    """Plans, masks and zeroing together, with NaN wherever nothing may be read."""
-    p, chance, D = PROBLEMS[problem], np.random.default_rng(0), 4
-    B, H, K, scale = len(p.lengths), p.kv_heads * p.group, p.kv_heads, -0.7
-    q, dout = (chance.standard_normal((B, H, p.M, D)) for _ in range(2))
-    k, v = (chance.standard_normal((B, K, p.N, D)) for _ in range(2))
-    allowed = np.array(
-        [[[p.allowed(b, i, j) for j in range(p.N)] for i in range(p.M)] for b in range(B)]
-    )[:, None]
-    dead_rows, dead_keys = ~allowed.any(3)[..., None], ~allowed.any(2)[..., None]
-    keys, values = (x.repeat(p.group, 1) for x in (k, v))
-    scores = np.where(allowed, q @ keys.swapaxes(2, 3) * scale, -np.inf)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        lse = np.log(np.exp(scores).sum(3))
-        weights = np.where(allowed, np.exp(scores - lse[..., None]), 0)
-    dlse = chance.standard_normal(lse.shape)
-    delta = ((weights @ values) * dout).sum(3) - dlse
-    ds = weights * (dout @ values.swapaxes(2, 3) - delta[..., None])
-    expected = {"dq": ds @ keys * scale}
-    for name, pairs in (
-        ("dk", ds.swapaxes(2, 3) @ q * scale),
-        ("dv", weights.swapaxes(2, 3) @ dout),
-    ):
-        expected[name] = pairs.reshape(B, K, p.group, p.N, D).sum(2)
-    x = {"lse": lse, "delta": delta}
-    for name, value, dead in (
-        ("q", q, dead_rows),
-        ("dout", dout, dead_rows),
-        ("k", k, dead_keys),
-        ("v", v, dead_keys),
-    ):
-        x[name] = np.where(dead, np.nan, value)
-    x["lse"] = np.where(dead_rows[..., 0], -np.inf, lse)
-    found = _loop(Arithmetic(native, p), x, scale)
-    for name, value in expected.items():
-        np.testing.assert_allclose(found[name], value, rtol=1e-9, atol=1e-9, err_msg=name)
-        nothing = np.broadcast_to(dead_rows if name == "dq" else dead_keys, value.shape)
-        assert (found[name][nothing] == 0).all()
-
-
-@pytest.mark.parametrize(("blocks", "heads", "swizzle_group"), [(1, 1, 1), (5, 7, 1), (5, 7, 4)])
-def test_first_keys_come_first(
-    native: ctypes.CDLL, blocks: int, heads: int, swizzle_group: int
-) -> None:
-    """A block of keys only waits for blocks with smaller numbers."""
-    result, places = (ctypes.c_int * 2)(), []
-    for number in range(blocks * heads):
-        native.place(blocks, heads, swizzle_group, number, result)
-        places.append((result[0], result[1]))
-    assert sorted(places) == sorted(itertools.product(range(blocks), range(heads)))
-    for head in range(heads):
-        assert [n for n, h in places if h == head] == list(range(blocks))
-
-
 @pytest.mark.parametrize(
     "lengths", [[], [0], [1], [80], [65, 0, 130, 1, 64], [0, 0, 79, 81, 160, 0], [7] * 50]
 )
@@ -192,29 +79,3 @@ def test_every_block_of_packed_sequences_has_a_number(
         blocks = [block for owner, block in found if owner == sequence]
         assert blocks == list(range(len(blocks)))
         assert -(-count // size) <= len(blocks) <= -(-count // size) + 1
-
-
-def test_scores_reach_the_layout_that_wgmma_reads(native: ctypes.CDLL) -> None:
-    """stmatrix.trans of a warp's 16 x 16 piece of dS^T: rows are queries, keys contiguous."""
-    for warp in range(WARPS):
-        for matrix in range(4):
-            # Registers of the accumulator: keys 0 to 7 or 8 to 15, queries 0 to 7 or 8 to 15.
-            first_key, first_query = 16 * warp + matrix % 2 * 8, matrix // 2 * 8
-            for row in range(8):
-                expected = native.swizzled(first_query + row, first_key // 8)
-                assert native.scores_offset(warp, 8 * matrix + row) == expected
-
-
-def test_sums_of_dq_keep_every_element(native: ctypes.CDLL) -> None:
-    """The finishing kernel finds each element where a thread of the accumulator's layout put it."""
-    columns, result = 80, (ctypes.c_int * 2)()
-    elements = {}
-    for thread, register in itertools.product(range(128), range(columns // 2)):
-        lane = thread % 32
-        row = thread // 32 * 16 + lane // 4 + register % 4 // 2 * 8
-        column = register // 4 * 8 + lane % 4 * 2 + register % 2
-        elements[(register // 4 * 128 + thread) * 4 + register % 4] = (row, column)
-    assert sorted(elements) == list(range(64 * columns))
-    for number, element in elements.items():
-        native.sum_element(number, result)
-        assert (result[0], result[1]) == element

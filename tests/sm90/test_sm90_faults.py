@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import test_sm90_on_host as forward
-import torch
 from sm90_on_host import bindings
 from sm90_on_host.build import MUTATION, Mutation, Place, build, changed_sources, missing
 from sm90_on_host.fault_injector import ORDERS, FaultInjector, Harmless
@@ -24,9 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.long]
 HARMLESS = (
     Harmless("no pin", "ptx::pin(rP)", "the operand's next values come from pinned scores"),
     Harmless(
-        "no bulk wait",
-        "} ptx::cp_async_bulk_wait_group();",
-        "the end of a launch completes stores",
+        "no bulk wait", "} ptx::cp_async_bulk_wait_group();", "the end of a launch completes stores"
     ),
     Harmless(
         "no bar.sync",
@@ -37,12 +34,12 @@ HARMLESS = (
 )
 # One instance, cases that between them need everything it has.
 FORWARD = (
-    forward.Case(128, "kBounded", M=300, N=420, causal=2, scale=-0.1),
-    forward.Case(128, "kBounded", M=520, N=100, H=3, K=3, causal=1),
-    forward.Case(128, "kBounded", packed=((40, 50),) * 14, H=1, K=1),
+    forward.Case(128, "kBounded", M=300, N=420, causal="bottom_right", scale=-0.1),
+    forward.Case(128, "kBounded", M=520, N=100, H=3, K=3, causal="top_left"),
+    forward.Case(128, "kBounded", queries=[40] * 14, keys=[50] * 14, H=1),
     forward.CASES["128 packed window"],
     # Dead keys to the left of the window: in the last of several blocks.
-    forward.Case(128, "kBounded", M=200, N=600, causal=2, window=(40, 0), H=1, K=1),
+    forward.Case(128, "kBounded", M=200, N=600, causal="bottom_right", window=(40, 0), H=1),
 )
 
 
@@ -78,21 +75,21 @@ REBUILT = {
         "fwd_part.cuh",
         "        sync_group();\n        release_key(false);",
         "        release_key(false);",
-        forward.Case(64, "kBounded", M=70, N=1500, causal=2, H=1, K=1),
+        forward.Case(64, "kBounded", M=70, N=1500, causal="bottom_right", H=1),
     ),
     # The next metadata overwrites what is still read.
     "as many slots of metadata as of K": (
         "fwd_config.cuh",
         "kMetadataSlots = 2 * kStages",
         "kMetadataSlots = kStages",
-        forward.Case(64, "kDropout", M=70, N=1000, dropout_p=0.3, H=1, K=1),
+        forward.Case(64, "kDropout", M=70, N=1000, dropout_p=0.3, H=1),
     ),
     # The copy overtakes a warp that still reads.
     "one arrival frees a slot of the mask": (
         "fwd_storage.cuh",
         "slot.empty.init(kWarpsPerGroup);",
         "slot.empty.init(1);",
-        forward.Case(128, "kBias", mask=torch.bfloat16, M=130, N=400, H=1, K=1),
+        forward.Case(128, "kBias", own_mask="bf16 BMN", M=130, N=400, H=1),
     ),
 }
 
@@ -116,72 +113,50 @@ def test_other_instances(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 # Mutations of sinks and score modifications, by the case whose results are wrong with each.
 _SINK = "sinks.data[int64_t{head} * (queries / sinks.rows) + row / sinks.rows]"
-CHANGES = {
+CHANGES: dict[str, tuple[tuple[str, str, str], ...]] = {
     "64 sinks": (
-        Mutation("attention/sm90/forward/sinks.cuh", _SINK, "sinks.data[0]"),
-        Mutation("attention/sm90/forward/sinks.cuh", "factor *= keys / sum;", ""),
-        Mutation("attention/sm90/forward/sinks.cuh", "lse == kMinusInfinity", "false"),
+        ("forward/sinks.cuh", _SINK, "sinks.data[0]"),
+        ("forward/sinks.cuh", "factor *= keys / sum;", ""),
+        ("forward/sinks.cuh", "lse == kMinusInfinity", "false"),
     ),
     "128 decoding, sinks, no splits": (
-        Mutation("attention/sm90/forward/sinks.cuh", "queries / sinks.rows", "1"),
-        Mutation("attention/sm90/forward/sinks.cuh", "row / sinks.rows", "0"),
+        ("forward/sinks.cuh", "queries / sinks.rows", "1"),
+        ("forward/sinks.cuh", "row / sinks.rows", "0"),
     ),
     "64 high sinks, dropout": (
-        Mutation("attention/sm90/forward/sinks.cuh", "result < least ? least : result", "result"),
+        ("forward/sinks.cuh", "result < least ? least : result", "result"),
     ),
     "64 splits, sinks": (
-        Mutation(
-            "attention/sm90/forward/output.cuh",
-            "Traits::kSinks && !is_split(state)",
-            "Traits::kSinks",
-        ),
-        Mutation(
-            "attention/sm90/forward/combine_splits.cuh",
-            "query < clamped_length(args.query_lengths, static_cast<int>(batch), args.queries)",
-            "true",
-        ),
-        Mutation(
-            "attention/sm90/forward/combine_splits.cuh",
-            "sink_of(args.sinks, head_here, args.queries, query)",
-            "args.sinks.data[0]",
-        ),
+        ("forward/output.cuh", "Traits::kSinks && !is_split(state)", "Traits::kSinks"),
+        ("forward/combine_splits.cuh",
+         "query < clamped_length(args.query_lengths, static_cast<int>(batch), args.queries)",
+         "true"),
+        ("forward/combine_splits.cuh", "sink_of(args.sinks, head_here, args.queries, query)",
+         "args.sinks.data[0]"),
     ),
     "64 sinks, no row has a key": (
-        Mutation(
-            "attention/sm90/forward/output.cuh",
-            "Traits::kDense ? computed_queries(args, tile.batch, args.queries) : tile.queries",
-            "tile.queries",
-        ),
+        ("forward/output.cuh",
+         "Traits::kDense ? computed_queries(args, tile.batch, args.queries) : tile.queries",
+         "tile.queries"),
     ),
     "64 scores": (
-        Mutation(
-            "attention/sm90/forward/fwd_blocks.cuh",
-            "n * Traits::kBlock + state.thread_here().first_column()",
-            "state.thread_here().first_column()",
-        ),
-        Mutation(
-            "attention/sm90/forward/fwd_blocks.cuh",
-            "first_key - state.upper_row(tile)",
-            "first_key",
-        ),
-        Mutation("attention/sm90/masks/score_modifications.cuh", "fabsf(x) < kNear", "true"),
+        ("forward/fwd_blocks.cuh", "n * Traits::kBlock + state.thread_here().first_column()",
+         "state.thread_here().first_column()"),
+        ("forward/fwd_blocks.cuh", "first_key - state.upper_row(tile)", "first_key"),
+        ("masks/score_modifications.cuh", "fabsf(x) < kNear", "true"),
     ),
     "128 own diagonals, distances": (
-        Mutation("attention/sm90/masks/score_modifications.cuh", "batch * bias.batch_stride", "0"),
-        Mutation(
-            "attention/sm90/masks/score_modifications.cuh",
-            "limits.own_diagonals ? keys - queries : 0",
-            "0",
-        ),
+        ("masks/score_modifications.cuh", "batch * bias.batch_stride", "0"),
+        ("masks/score_modifications.cuh", "limits.own_diagonals ? keys - queries : 0", "0"),
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_sinks_and_changes_of_scores(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if reason := missing():
         pytest.skip(reason)
-    mutations = CHANGES[name]
+    mutations = [Mutation(f"attention/sm90/{file}", *texts) for file, *texts in CHANGES[name]]
     defines = forward.defines(forward.CASES[name].instance)
     machine = build(TESTS / "sm90_attention.cpp", defines, mutations=mutations)
     forward.test_forward(lambda _: machine, monkeypatch, name)

@@ -1,4 +1,4 @@
-"""Which blocks of keys the Hopper attention forward computes, in which order, and where they lie.
+"""Which blocks of keys the Hopper attention forward computes, and in which order.
 
 The kernel's own arithmetic, compiled for the host, against the definitions.
 """
@@ -18,71 +18,6 @@ UNLIMITED = 1 << 20
 @pytest.fixture(scope="module")
 def native(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return forward.arithmetic(tmp_path_factory.mktemp("shim"))
-
-
-@pytest.mark.parametrize("order", [None, (6, 1, 5, 4, 0, 2, 3, 7), (0, 1, 2, 3, 7, 4, 6, 5)])
-def test_packed_tile_scheduler(native: ctypes.CDLL, order: tuple[int, ...] | None) -> None:
-    """Growing numbers, some left out, each find their sequence; every tile has one place."""
-    rows, heads, tile_rows = [0, 130, 0, 0, 1, 128, 400, 0], 3, 128
-    offsets = (ctypes.c_int * 9)(*itertools.accumulate(rows, initial=0))
-    given = None if order is None else (ctypes.c_int * 8)(*order)
-    rows = [rows[b] for b in order or range(8)]
-    wanted = [b for b, n in enumerate(rows) for _ in range(heads * -(-n // tile_rows))]
-    for step in (1, 2, 5, 50):
-        state = (ctypes.c_int * 3)()
-        for number in range(0, len(wanted) + step, step):
-            native.advance(state, offsets, len(rows), heads, tile_rows, number, given)
-            if number >= len(wanted):
-                assert state[0] == len(rows)
-                continue
-            assert state[0] == wanted[number]
-            assert state[1] == wanted.index(wanted[number])
-            assert state[2] == -(-rows[state[0]] // tile_rows)
-
-
-@pytest.mark.parametrize(
-    ("queries", "heads_inside", "bounds", "key_lengths", "merged", "keys", "bounded"),
-    [
-        (1, True, (UNLIMITED, UNLIMITED, 0), True, True, (0, 100), False),
-        (1, False, (UNLIMITED, 0, 99), True, True, (0, 100), False),  # decoding, the last row
-        (1, False, (UNLIMITED, 0, 0), True, True, (0, 1), False),  # the first row
-        (1, False, (9, 0, 99), False, True, (90, 100), False),  # a window
-        (1, False, (9, 0, 99), True, False, (0, 100), True),  # key lengths count from key 0
-        (1, False, (9, 0, -5), False, False, (0, 100), True),  # no key at all
-        (7, False, (UNLIMITED, UNLIMITED, 0), False, True, (0, 100), False),
-        (7, True, (UNLIMITED, UNLIMITED, 0), False, False, (0, 100), False),  # no single stride
-        (7, False, (UNLIMITED, 0, 93), False, False, (0, 100), True),  # rows differ
-        (7, False, (UNLIMITED, 6, 93), False, True, (0, 100), False),  # the bounds allow all
-    ],
-)
-def test_few_queries(
-    native: ctypes.CDLL,
-    queries: int,
-    heads_inside: bool,
-    bounds: tuple[int, int, int],
-    key_lengths: bool,
-    merged: bool,
-    keys: tuple[int, int],
-    bounded: bool,
-) -> None:
-    """Grouped heads become rows only where that addresses the same memory and the same keys."""
-    D, H, K, N = 64, 8, 2, 100
-    head, row = (D, H * D) if heads_inside else (queries * D, D)
-    numbers = [head, row, head, row, K * D, H, K, queries, N, *bounds, key_lengths, False]
-    n = (ctypes.c_longlong * 14)(*numbers)
-    native.shorten(n)
-    assert n[4] == keys[0] * K * D * 2
-    assert (n[8], bool(n[9])) == (keys[1] - keys[0], bounded)
-    if not merged:
-        assert (n[0], n[1], n[5], n[7]) == (head, row, H, queries)
-        return
-    group = H // K
-    assert (n[5], n[7]) == (K, group * queries)
-    for h, i in itertools.product(range(H), range(queries)):
-        kv_head, member = divmod(h, group)
-        for merged_head, merged_row in ((n[0], n[1]), (n[2], n[3])):
-            place = kv_head * merged_head + (member * queries + i) * merged_row
-            assert place == h * head + i * row
 
 
 @pytest.mark.parametrize("head_dim", CONFIGS)
@@ -178,26 +113,3 @@ def test_tile_order(native: ctypes.CDLL, row_tiles: int, heads: int, swizzle_gro
     for start in range(0, heads, swizzle_group):
         within = [row for row, head in places if start <= head < start + swizzle_group]
         assert within == sorted(within, reverse=True), "the longest tiles come first"
-
-
-def test_descriptors(native: ctypes.CDLL) -> None:
-    """Fields as the PTX manual's matrix descriptor has them."""
-    address = 0x2A400
-    k_major, n_major = native.k_major(address), native.n_major(address, 80 * 128)
-    for value, leading in ((k_major, 1), (n_major, 80 * 128 // 16)):
-        assert value & 0x3FFF == address // 16
-        assert value >> 16 & 0x3FFF == leading
-        assert value >> 32 & 0x3FFF == 1024 // 16
-        assert value >> 62 == 1
-    # 16 columns on: 32 bytes inside a chunk of 64 columns, then the next chunk.
-    assert [native.k_step(i, 80) for i in (0, 1, 3, 4, 9)] == [0, 32, 96, 10240, 20512]
-    assert native.n_step(3) == 3 * 16 * 128
-
-
-def test_swizzle_is_a_permutation_without_bank_conflicts(native: ctypes.CDLL) -> None:
-    offsets = {native.swizzled(row, piece) for row in range(64) for piece in range(8)}
-    assert offsets == {16 * i for i in range(64 * 8)}
-    for piece in range(
-        8
-    ):  # eight rows of one piece, as a matrix store writes them, touch all banks
-        assert len({native.swizzled(row, piece) // 16 % 8 for row in range(8)}) == 8

@@ -19,6 +19,7 @@ import fastattn
 from fastattn.ops._op import OPS
 from fastattn.ops.attention import sm90
 from fastattn.ops.attention.calls import BackwardCall, ForwardCall
+from fastattn.ops.attention.sm90_bias import as_readable, is_readable
 from fastattn.testing.properties import deterministic_algorithms
 
 MULTIPROCESSORS = 132  # of an H200, for which other devices stand in
@@ -185,6 +186,19 @@ def test_copied_masks(plans: list[Plan], mask: Tensor, copied: int) -> None:
     """An additive mask for bf16 is copied only where TMA cannot read it."""
     M, N = (max(n, 30) for n in mask.shape[2:])
     assert _plan(plans, *_decoding(2, 3, 3, M, N), mask=mask).copied == copied
+
+
+@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_readable_masks(dtype: torch.dtype, step: int) -> None:
+    """The backward's copy has the same values in rows that TMA reads, each line once."""
+    mask = torch.randn(1, 2, 30, 86).to(dtype)[..., ::step].expand(3, 2, 30, 86 // step)
+    assert not is_readable(mask)
+    copy = as_readable(mask)
+    assert is_readable(copy)
+    assert copy.stride(0) == 0
+    assert torch.equal(copy, mask)
+    assert as_readable(copy) is copy
 
 
 @pytest.mark.parametrize(

@@ -70,20 +70,6 @@ def packing(cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> dict[str, Any
     return offsets | {"max_seqlen_q": max_q, "max_seqlen_k": max_k}
 
 
-def packed_call(inputs: dict[str, Any]) -> ForwardCall:
-    """The op's arguments of a sample of attention_varlen."""
-    q, k, v = (inputs[name].transpose(0, 1) for name in "qkv")
-    fields = {n: x for n, x in inputs.items() if n.startswith(("cu_seqlens", "max_seqlen"))}
-    B, causal = fields["cu_seqlens_q"].numel() - 1, inputs.get("causal", False)
-    sizes = (fields["max_seqlen_q"], fields["max_seqlen_k"], fields["max_seqlen_k"])
-    padded = {
-        name: x.new_empty(B, x.shape[1], size, x.shape[2])
-        for name, x, size in zip("qkv", (q, k, v), sizes, strict=True)
-    }
-    call = call_of(inputs | padded | {"causal": "top_left" if causal is True else causal})
-    return call._replace(q=q, k=k, v=v, **fields)
-
-
 def padded_call(inputs: dict[str, Any]) -> ForwardCall:
     """The op's arguments of a sample of attention."""
     call = call_of(inputs)

@@ -1,357 +1,462 @@
-"""The forward of attention in Triton: values.
+"""Attention in Triton: values of the forward and the backward, and tilings.
 
-On a GPU every sample runs natively. Without one, test_in_the_interpreter.py runs this file
-in Triton's interpreter, on the samples that are small enough.
+On a GPU the samples of the op run in tests/ops/test_ops.py. Without one, test_in_the_interpreter.py
+runs this file in Triton's interpreter, where each sample has one dtype.
 """
 
-# ruff: noqa: E402  (the interpreter is patched before kernels are imported)
-
-import functools
 import itertools
-import zlib
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-from fastattn.ops import _env
-
-triton = pytest.importorskip("triton")
-if _env.interpreting():
-    import patched_interpreter
-
-    patched_interpreter.install()
-
+import triton
 import triton.language as tl
-from attention_options import (
-    BASE,
-    CHANGES,
-    PACKED_BASE,
-    PACKED_CHANGES,
-    packed_call,
-    packing,
-    padded_call,
+from attention_options import BASE, CHANGES, PACKED_BASE, PACKED_CHANGES, packing, padded_call
+from op_examples import assert_same_bits
+from torch import Tensor
+from triton_values import (
+    DEVICE,
+    NAN,
+    apart,
+    check,
+    interpreted,
+    launched_by,
+    made,
+    runs,
+    samples_of,
 )
 
 from benchmarks import tune
+from benchmarks.tune_attention_bwd import candidates
 from benchmarks.tune_task import Task
+from fastattn.ops import _env
 from fastattn.ops import _triton_dropout as bits
 from fastattn.ops._dropout import attention_keep, threshold
-from fastattn.ops.attention import prepared, reference, spec, spec_varlen
-from fastattn.ops.attention.calls import ForwardCall
+from fastattn.ops._op import OPS
+from fastattn.ops.attention import spec, spec_varlen
+from fastattn.ops.attention.calls import BackwardCall, ForwardCall
 from fastattn.ops.attention.op import CAUSAL
-from fastattn.ops.attention.spec_inputs import (
-    make_inputs,
-)
-from fastattn.ops.attention.triton import call_shape
-from fastattn.ops.attention.triton import forward as kernels
+from fastattn.ops.attention.spec_inputs import make_inputs
+from fastattn.ops.attention.triton import backward, bwd_config, call_shape, forward
 from fastattn.ops.attention.triton import tiles as device_tiles
+from fastattn.ops.attention.triton.bwd_config import BwdConfig, BwdTile
 from fastattn.ops.attention.triton.fwd_config import ForwardConfig
-from fastattn.testing.compare import compare
-from fastattn.testing.spec import Sample
+from fastattn.testing.poison import poisoned_results
+from fastattn.testing.spec import Inputs, OpSpec, Sample
 
-DEVICE, FP16 = _env.default_device(), torch.float16
-RUNS = DEVICE.type == "cuda" or _env.interpreting()
-runs = pytest.mark.skipif(not RUNS, reason="runs on a GPU, or in the interpreter's own process")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+[ATTENTION], [PACKED] = spec.SPECS, spec_varlen.SPECS
 # Kernels divide by empty sums and select the result away, and dead rows hold NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 # -- values ---------------------------------------------------------------------------------------
+# With the CHANGES below, these meet every line of the kernels.
+_QUICK = (
+    "one_query", "d80", "gqa", "no_keys", "huge_logits", "key_lengths_rows", "key_lengths_zero",
+    "bool_mask_keys", "bias_padding_dropout", "prepared_mask_restricted", "add_1e9", "exact_1e6",
+    "dropout_origin", "sinks_dead_rows", "sinks_mask_rows", "alibi_own_diagonals",
+    "relative_clipped", "paged_one_query_lengths", "paged_shared", "paged_all_scores",
+    "paged_no_keys",
+)  # fmt: skip
+# A quarter of the rest's time, for tiles that others have too.
+_FOR_GPUS = (
+    "one_query_long", "one_query_everything", "few_queries_long", "few_queries_everything",
+    "sinks_one_query_long", "d128_mask_dropout", "d256_mask_dropout", "d256_bias_lengths",
+)  # fmt: skip
 
 
-def _arguments(sample: Sample, dtype: torch.dtype) -> ForwardCall:
-    """A sample as the op sees it."""
-    generator = torch.Generator().manual_seed(zlib.crc32(sample.name.encode()))
-    inputs = sample.make(generator, dtype)
-    return padded_call(inputs)
-
-
-def _move(x: Any) -> Any:
-    """To the device, strides kept."""
-    if not isinstance(x, Tensor) or DEVICE.type == "cpu":
-        return x
-    storage = torch.empty(0, dtype=x.dtype, device=DEVICE).set_(x.untyped_storage().to(DEVICE))
-    return storage.as_strided(x.shape, x.stride(), x.storage_offset())
-
-
-def _wide(args: ForwardCall) -> tuple[Any, ...]:
-    """In fp64 with the same meaning: what a narrow mask blocks stays blocked."""
-    wide = [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args]
-    mask = args[3]
-    if mask is not None and mask.is_floating_point():
-        blocked = mask <= torch.finfo(mask.dtype).min
-        wide[3] = torch.where(blocked, -torch.inf, mask.double())
-    return tuple(wide)
-
-
-def _check(args: ForwardCall, config: ForwardConfig | None = None) -> None:
-    """The launcher's results against the reference, within the one error budget."""
-    (B, H, M, _), E = args[0].shape, args[2].shape[3]
-    nan = {"fill_value": float("nan"), "device": DEVICE}
-    out = torch.full((B, M, H, E), dtype=args[0].dtype, **nan).transpose(1, 2)
-    lse = torch.full((B, H, M), dtype=torch.float32, **nan)
-    call = ForwardCall(*(_move(x) for x in args))
-    if config is not None:
-        kernels.attention_fwd_with_config(config, call, out, lse)
-    else:
-        workspace = [
-            torch.full(shape, 1 << 30, dtype=dtype, device=DEVICE)
-            for shape, dtype, _ in kernels.attention_fwd_workspace(call)
-        ]
-        kernels.attention_fwd(call, out, lse, *workspace)
-    wide, same = reference.attention_fwd(*_wide(args)), reference.attention_fwd(*args)
-    # Size of a value: the sum of its terms' sizes; of a score: its own rounding, a few terms.
-    size = reference.attention_fwd(*_wide(args)[:2], args[2].double().abs(), *_wide(args)[3:])[0]
-    mags = (size.nan_to_num(), 1 + wide[1].abs())
-    for name, got, w, s, mag in zip(("out", "lse"), (out, lse), wide, same, mags, strict=True):
-        result = compare(got.cpu(), w, s, mag, slice_dims=2)
-        assert result.ok, f"{name}: {result.message}, allowed {result.allowed:.3g}"
-
-
-NATIVE = DEVICE.type == "cuda"
-
-
-def _chosen(samples: Sequence[Sample]) -> list[tuple[Sample, Any]]:
-    """The samples that run, with their marks: without a GPU every other one is slow."""
-    chosen = [s for s in samples if NATIVE or "interpreter" in s.tags]
-    return [(s, () if NATIVE or i % 2 == 0 else pytest.mark.slow) for i, s in enumerate(chosen)]
-
-
-def _samples() -> list[Any]:
-    return [
-        pytest.param(sample, dtype, marks=marks, id=f"{sample.name}-{str(dtype)[6:]}")
-        for sample, marks in _chosen(spec.SAMPLES)
-        for dtype in sample.dtypes
-        if NATIVE or dtype == torch.bfloat16
-    ]
-
-
-def _sample(name: str) -> Sample:
-    return next(s for s in spec.SAMPLES if s.name == name)
-
-
-@runs
-@pytest.mark.parametrize("sample, dtype", _samples())
+@interpreted
+@pytest.mark.parametrize("sample, dtype", samples_of(ATTENTION, _QUICK, _FOR_GPUS))
 def test_sample(sample: Sample, dtype: torch.dtype) -> None:
-    args = _arguments(sample, dtype)
-    if reason := kernels.attention_fwd_unsupported(ForwardCall(*(_move(x) for x in args))):
-        pytest.skip(reason)
-    _check(args)
+    check(ATTENTION, sample, dtype)
 
 
-def _packed_samples() -> list[Any]:
-    chosen = _chosen(spec_varlen.SAMPLES)
-    return [pytest.param(sample, marks=marks, id=sample.name) for sample, marks in chosen]
+_QUICK_PACKED = ("cross", "gqa", "slack", "dropout", "sinks", "alibi_cross", "empty_sequences")
 
 
-def _check_packed(sample: Sample) -> None:
-    generator = torch.Generator().manual_seed(zlib.crc32(sample.name.encode()))
-    inputs = sample.make(generator, torch.float16)
-    args = packed_call(inputs)
-    (T, H, _), E = args.q.shape, args.v.shape[2]
-    out = torch.full((T, H, E), float("nan"), dtype=args.q.dtype, device=DEVICE)
-    lse = torch.full((H, T), float("nan"), device=DEVICE)
-    call = ForwardCall(*(_move(x) for x in args))
-    if reason := kernels.attention_fwd_unsupported(call):
-        pytest.skip(reason)
-    workspace = [
-        torch.full(shape, 1 << 30, dtype=dtype, device=DEVICE)
-        for shape, dtype, _ in kernels.attention_fwd_workspace(call)
-    ]
-    kernels.attention_fwd(call, out, lse, *workspace)
-    wide = reference.attention_fwd(
-        *(x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args)
-    )
-    same = reference.attention_fwd(*args)
-    for got, w, s in zip((out.transpose(0, 1), lse), (wide[0].transpose(0, 1), wide[1]),
-                         (same[0].transpose(0, 1), same[1]), strict=True):  # fmt: skip
-        result = compare(got.cpu(), w, s, 1 + w.abs(), slice_dims=1)
-        assert result.ok, f"{result.message}, allowed {result.allowed:.3g}"
+@interpreted
+@pytest.mark.parametrize("sample, dtype", samples_of(PACKED, _QUICK_PACKED))
+def test_packed_sample(sample: Sample, dtype: torch.dtype) -> None:
+    check(PACKED, sample, dtype)
 
 
-@runs
-@pytest.mark.parametrize("sample", _packed_samples())
-def test_packed_sample(sample: Sample) -> None:
-    _check_packed(sample)
+def _sample(name: str, make: Callable[..., Inputs] = make_inputs, **options: Any) -> Sample:
+    gradients = "q k v mask alibi_slopes sinks relative_bias"
+    return made(make, gradients, name, **{"B": 1, **options})
 
 
-def _calls(**options: Any) -> Sample:
-    return Sample("calls", "", partial(make_inputs, **BASE | options), ())
-
-
-@functools.cache
-def _check_base() -> None:
-    _check(_arguments(_calls(), FP16))
-
-
-@runs
-@pytest.mark.parametrize("change", CHANGES)
-def test_cache_tells_calls_apart_by_options(change: str) -> None:
-    """Cached launches of one call are not used for the other."""
-    _check_base()
-    _check(_arguments(_calls(**CHANGES[change]), FP16))
-
-
-@runs
-@pytest.mark.parametrize("name", ["q", "k", "v", "mask", "key_lengths", "query_lengths"])
-def test_cache_tells_calls_apart_by_strides(name: str) -> None:
-    options = {"M": 20, "N": 40, "D": 16, "mask": "min BHMN", "key_lengths": "per query"}
-    options["query_lengths"] = [20, 7]
-    args = _arguments(Sample("strides", "", partial(make_inputs, **options), ()), FP16)
-    _check(args)
-    at = ForwardCall._fields.index(name)
-    wider = torch.stack([args[at], args[at]], 1).flatten(0, 1)[::2]
-    assert wider.stride() != args[at].stride()
-    _check(args._replace(**{name: wider}))
-
-
-def _packed_calls(**options: Any) -> Sample:
-    return Sample("calls", "", partial(spec_varlen.make_inputs, **PACKED_BASE | options), ())
-
-
-@functools.cache
-def _check_packed_base() -> None:
-    _check_packed(_packed_calls())
-
-
-@runs
-@pytest.mark.parametrize("change", PACKED_CHANGES)
-def test_cache_tells_packed_calls_apart_by_options(change: str) -> None:
-    _check_packed_base()
-    _check_packed(_packed_calls(**PACKED_CHANGES[change]))
-
-
-@runs
-@pytest.mark.parametrize("name", ["prepared_mask_restricted", "prepared_bias_column"])
-def test_prepared_mask_is_bitwise_equal_to_its_mask(name: str) -> None:
-    call = ForwardCall(*(_move(x) for x in _arguments(_sample(name), torch.float16)))
-    results = []
-    for prepared_tiles in (call.mask_tiles, None):
-        out, lse = torch.empty_like(call.q), torch.empty(call.q.shape[:3], device=DEVICE)
-        config = ForwardConfig(32, 32, 4, 1)
-        kernels.attention_fwd_with_config(
-            config, call._replace(mask_tiles=prepared_tiles), out, lse
-        )
-        results.append((out, lse))
-    for prepared_result, result in zip(*results, strict=True):
-        assert torch.equal(prepared_result, result)
-
-
-@runs
-def test_prepared_masks_with_and_without_broadcast_tiles() -> None:
-    """The tiles of one head are broadcast where all heads have equal masks."""
-    q, k, v = _arguments(Sample("tiles", "", partial(make_inputs, B=1, **BASE), ()), FP16)[:3]
-    mask = torch.ones(1, 2, 20, 40, dtype=torch.bool)
-    mask[..., 32:] = False
-    _check(ForwardCall(q, k, v, mask, prepared.classify(mask[:, :1]), scale=0.25))
-    mask[:, 1] = True
-    _check(ForwardCall(q, k, v, mask, prepared.classify(mask), scale=0.25))
-
-
-@runs
-@pytest.mark.parametrize("tma", [False, True])
-def test_head_dim_padded_to_one_tile(tma: bool) -> None:
-    config = ForwardConfig(32, 32, 4, 1, tma=tma, whole=True)
-    assert config.widths(80) == (128, 0)
-    _check(_arguments(_sample("d80"), torch.float16), config)
-
-
-TILINGS = {
-    "wide": ForwardConfig(16, 64, 4, 1),
-    "tall": ForwardConfig(64, 16, 4, 2),
-    "descriptors": ForwardConfig(64, 32, 4, 2, tma=True, overlap=1),
-    "values_last": ForwardConfig(32, 32, 4, 2, overlap=2),
-    "whole": ForwardConfig(128, 128, 8, 1),
-    "wide_values": ForwardConfig(64, 32, 4, 2, tma=True, overlap=1, value_columns=64),
-}
-
-
-def _tiled() -> list[Any]:
-    """In the interpreter's quick run, each tiling with one sample."""
-    names = ("both_lengths_causal", "bool_mask_keys", "dropout")
-    turns = [(names[i % len(names)], tiling) for i, tiling in enumerate(TILINGS)]
-    return [
-        pytest.param(*pair, marks=() if NATIVE or pair in turns else pytest.mark.slow)
-        for pair in itertools.product(names, TILINGS)
-    ]
-
-
-@runs
-@pytest.mark.parametrize("name, tiling", _tiled())
-def test_results_do_not_depend_on_tiles(name: str, tiling: str) -> None:
-    _check(_arguments(_sample(name), torch.float16), TILINGS[tiling])
-
-
-@runs
-def test_partial_last_key_tile() -> None:
-    """The number of keys is a multiple of BLOCK_M, but not of BLOCK_N."""
-    make = partial(make_inputs, B=1, H=1, M=5, N=48, D=16)
-    _check(_arguments(Sample("last tile", "", make, ()), FP16), ForwardConfig(16, 32, 4, 1))
-
-
-@runs
-@pytest.mark.parametrize("mask", ["blocks MN", "min HMN", "float N"])
-def test_masks_with_strides_of_eight(mask: str) -> None:
-    options = {"M": 70, "N": 104, "mask": mask, "D": 16, "causal": "bottom_right"}
-    sample = Sample("steps", "", partial(make_inputs, **options), ())
-    _check(_arguments(sample, torch.float16))
-
-
-@runs
-@pytest.mark.parametrize("restricted", [False, True])
-@pytest.mark.parametrize("mask", ["bool BM", "min HM"])
-def test_masks_with_one_column(mask: str, restricted: bool) -> None:
-    lengths = {"causal": "bottom_right", "key_lengths": [50, 33]} if restricted else {}
-    options = {"B": 2, "M": 70, "N": 50, "mask": mask, "D": 16, **lengths}
-    sample = Sample("column", "", partial(make_inputs, **options), ())
-    _check(_arguments(sample, torch.float16))
-
-
-@runs
-def test_mask_that_is_a_column_of_a_wider_one() -> None:
+def _mask_is_a_wide_column(inputs: Inputs) -> None:
     """Rows have strides of eight, so partial tiles are loaded without bounds checks."""
-    generator = torch.Generator().manual_seed(1)
-    q = torch.randn(1, 2, 70, 16, generator=generator).half()
-    k, v = (torch.randn(1, 2, 104, 16, generator=generator).half() for _ in range(2))
-    mask = (torch.rand(1, 1, 70, 104, generator=generator) > 0.3)[..., :1]
-    _check(ForwardCall(q, k, v, mask, scale=0.25))
+    inputs["mask"] = inputs["mask"].expand(-1, -1, -1, 104).contiguous()[..., :1]
+
+
+def _nan_behind(dim: int, inputs: Inputs) -> None:
+    """Partial tiles load a broadcast mask without bounds checks; NaN follows it in memory."""
+    mask = inputs["mask"].detach()
+    beyond = torch.full_like(mask.narrow(dim, 0, 8), NAN)
+    inputs["mask"] = torch.cat((mask, beyond), dim).narrow(dim, 0, mask.shape[dim])
+
+
+def _odd_strides(inputs: Inputs) -> None:
+    k = inputs["k"].detach()
+    inputs["k"] = torch.cat([k, k[..., :3]], 3)[..., :24].requires_grad_()
+
+
+CASES: dict[str, tuple[Any, ...]] = {
+    **{
+        f"strides of eight, {mask}": (
+            FP16, {"M": 70, "N": 104, "D": 16, "mask": mask, "causal": "bottom_right"},
+        )
+        for mask in ("blocks MN", "min HMN", "float N")
+    },
+    **{
+        f"one column, {mask}, {restricted}": (
+            FP16, {"B": 2, "M": 70, "N": 50, "D": 16, "mask": mask} | restricted,
+        )
+        for mask in ("bool BM", "min HM")
+        for restricted in ({}, {"causal": "bottom_right", "key_lengths": [50, 33]})
+    },
+    **{  # one tile, two tiles, padded tiles, not a multiple of 8
+        f"head dims {D} and {E}": (FP16, {"M": 33, "D": D, "E": E, "causal": True})
+        for D, E in ((8, 24), (20, 40), (48, 100), (72, 8), (120, 64))
+    },
+    **{  # scores far below the cap and around it
+        f"cap {amplitude}": (
+            FP32, {"H": 1, "M": 40, "N": 50, "D": 16, "softcap": 5.0, "dropout_p": 0.1,
+                   "amplitude": amplitude},
+        )
+        for amplitude in (1e-2, 4.0)
+    },
+    **{  # gradients nearly vanish, unlike the rounding error of out
+        f"few keys {i}": (BF16, {"H": 1, "D": 24} | options)
+        for i, options in enumerate((
+            {"M": 1, "N": 2, "D": 16}, {"M": 40, "N": 2, "window": (0, -1)},
+            {"B": 2, "M": 17, "dropout_p": 0.25, "causal": "bottom_right",
+             "query_lengths": [1, 10]},
+        ))
+    },
+    **{
+        f"broadcast bias {letters}": (
+            FP16, {"B": 2, "M": 40, "N": 70, "D": 16, "mask": f"fp32 {letters}"},
+        )
+        for letters in ("1", "H", "BM", "HMN")
+    },
+    **{
+        f"mask of one {name}": (
+            FP16, {"H": 1, "M": 40, "N": 72, "D": 16, "mask": f"float {name}"},
+            partial(_nan_behind, dim),
+        )
+        for name, dim in (("N", 3), ("M", 2))
+    },
+    "column of a wider mask": (
+        FP16, {"M": 70, "N": 104, "D": 16, "mask": "bool M"}, _mask_is_a_wide_column,
+    ),
+    "everything at once": (
+        BF16, {"B": 2, "H": 2, "K": 1, "M": 40, "N": 50, "D": 24, "E": 40, "mask": "min BMN",
+               "causal": "bottom_right", "window": (25, -1), "key_lengths": [50, 30],
+               "query_lengths": [40, 21], "dropout_p": 0.2},
+    ),
+    "strides": (FP32, {"B": 2, "M": 33, "N": 40, "D": 24, "layout": "bshd"}, _odd_strides),
+    # Bounds that leave few diagonals, with dropped weights.
+    "distances": (
+        FP32, {"B": 2, "H": 1, "M": 70, "N": 50, "D": 16, "dropout_p": 0.25, "window": (40, -1),
+               "causal": "bottom_right", "mask": "blocks BMN", "relative": ("clipped", 81, 128)},
+    ),
+}  # fmt: skip
 
 
 @runs
-def test_broadcast_mask_row_is_not_read_beyond_its_end() -> None:
-    """Partial tiles load it without bounds checks; NaN follows it in memory."""
-    generator = torch.Generator().manual_seed(1)
-    q = torch.randn(1, 1, 40, 16, generator=generator).half()
-    k, v = (torch.randn(1, 1, 72, 16, generator=generator).half() for _ in range(2))
-    row = torch.full((1, 1, 1, 80), float("nan"))
-    row[..., :72] = torch.randn(72, generator=generator)
-    _check(ForwardCall(q, k, v, row[..., :72], scale=0.25))
+@pytest.mark.parametrize("name", CASES)
+def test_case(name: str) -> None:
+    dtype, options, *change = CASES[name]
+    check(ATTENTION, _sample(name, **options), dtype, *change)
+
+
+@runs
+@pytest.mark.parametrize("through", ["out", "lse"])
+def test_gradient_of_one_result(through: str) -> None:
+    options = {"M": 40, "N": 50, "causal": "bottom_right", "mask": "float HMN"}
+    check(ATTENTION, _sample("one output", **options), FP32, through=(through,))
+
+
+@runs
+@pytest.mark.parametrize("N", [60, 80])
+def test_gradients_at_high_dropout(N: int) -> None:
+    """fp16 holds dS at its own size, but not divided by 256, dropout's factor: of peaked softmax
+    that is too small.
+    """
+    options = {"H": 1, "M": 20, "N": N, "D": 1, "dropout_p": 0.999, "amplitude": 20.0}
+    check(ATTENTION, _sample("hardly kept 0", **options), FP16, through=("out",), outputs=False)
+
+
+@runs
+def test_very_negative_scores() -> None:
+    """Rows whose lse is below log of the smallest float, in tiles that are not whole."""
+
+    def make(*args: Any, **options: Any) -> Inputs:
+        inputs = make_inputs(*args, **options)
+        inputs["q"][..., 0], inputs["k"][..., 0] = -150.0, 4.0
+        return inputs
+
+    options = {"H": 1, "M": 192, "D": 16, "mask": "bool MN", "amplitude": 0.01}
+    check(ATTENTION, _sample("low scores", make, **options), FP32)
 
 
 @runs
 @pytest.mark.parametrize("value", [-3.0e38, -1e30, -60000.0])
 def test_only_the_lowest_bias_blocks(value: float) -> None:
     """Only finfo.min blocks: a row of equal large negative values is a mean."""
-    generator = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(1, 1, 40, 16, generator=generator) for _ in range(3))
-    mask = torch.zeros(1, 1, 40, 40)
-    mask[..., 3, :] = value
-    mask[..., 5, 1:] = value
-    _check(ForwardCall(q, k, v, mask, scale=0.25))
+
+    def make(*args: Any) -> Inputs:
+        inputs = make_inputs(*args, B=1, H=1, M=40, D=16, mask="float MN")
+        inputs["mask"].zero_()[..., 3, :] = value
+        inputs["mask"][..., 5, 1:] = value
+        return inputs
+
+    check(ATTENTION, Sample("low", "made here", make, ()), FP32)
+
+
+def _backward_call(sample: Sample, dtype: torch.dtype) -> BackwardCall:
+    """The backward of a sample with random output gradients, on its own forward's results."""
+    inputs = sample.inputs(DEVICE, dtype)
+    call = padded_call({k: x.detach() if isinstance(x, Tensor) else x for k, x in inputs.items()})
+    out, lse = OPS["attention_fwd"](*call, backend="triton")
+    has_bias = call.mask is not None and call.mask.is_floating_point()
+    needs = [True, True, True, has_bias, call.distance_bias is not None, call.sinks is not None]
+    return BackwardCall(torch.randn_like(out), torch.randn_like(lse), out, lse, *call, needs)
+
+
+def _gradients(call: BackwardCall) -> tuple[Tensor, ...]:
+    with poisoned_results():
+        return tuple(OPS["attention_bwd"](*call, backend="triton"))
+
+
+@interpreted
+def test_only_needed_gradients_are_written() -> None:
+    """Their bits do not depend on which are needed; those of absent tensors are empty."""
+    options = {"H": 1, "M": 40, "mask": "fp32 MN", "dropout_p": 0.1, "alibi": "H", "sinks": 0.0}
+    call = _backward_call(_sample("wanted", **options), FP32)
+    everything = _gradients(call)
+    for wanted in ({0}, {1}, {2}, {3}, {4}, {5}, {1, 2}):
+        needs = [i in wanted for i in range(6)]
+        for i, x in enumerate(_gradients(call._replace(needs=needs))):
+            assert torch.equal(x, everything[i]) if i in wanted else x.numel() == 0
+    absent = call._replace(mask=call.mask > 0, distance_bias=None, sinks=None)
+    for needs in ([True] * 3 + [False, True, True], [True] * 3 + [False] * 3):
+        first, *rest = _gradients(absent._replace(needs=needs))
+        assert first.numel() > 0 and all(x.numel() == 0 for x in rest[2:])
+    assert not any(x.any() for x in _gradients(call._replace(dout=None, dlse=None)))
 
 
 @runs
-def test_head_dims_of_one_two_and_padded_tiles() -> None:
-    """One tile, two tiles, padded tiles, not a multiple of 8."""
-    generator = torch.Generator().manual_seed(1)
-    for D, E in ((8, 24), (20, 40), (48, 100), (72, 8), (120, 64)):
-        q, k = (torch.randn(1, 2, 33, D, generator=generator).half() for _ in range(2))
-        v = torch.randn(1, 2, 33, E, generator=generator).half()
-        _check(ForwardCall(q, k, v, causal=1, scale=D**-0.5))
+@pytest.mark.parametrize(
+    "mask, blocks, dtype", [("bool MN", False, FP32), ("min MN", -torch.inf, FP16)]
+)
+def test_a_bias_by_distance_that_only_blocked_pairs_have_may_be_nan(
+    mask: str, blocks: float, dtype: torch.dtype
+) -> None:
+    """The bits are those of a finite bias."""
+    M, N = 40, 70
+    distance = torch.arange(N) - torch.arange(M)[:, None]
+
+    def make(*args: Any) -> Inputs:
+        inputs = make_inputs(*args, B=1, H=1, M=M, N=N, D=16, mask=mask, alibi="H")
+        inputs["mask"].masked_fill_(distance % 3 != 0, blocks)
+        return inputs
+
+    call = _backward_call(Sample("blocked", "made here", make, ()), dtype)
+    bias = call.distance_bias
+    assert bias is not None
+    blocked = (torch.arange(1 - M, N) % 3 != 0).to(DEVICE)
+    forward_call = ForwardCall._make(call[4:-1])
+    forward_call = forward_call._replace(distance_bias=bias.masked_fill(blocked, NAN))
+    out, lse = OPS["attention_fwd"](*forward_call, backend="triton")
+    assert_same_bits((out, lse), (call.out, call.lse))
+    with_nan = call._replace(distance_bias=forward_call.distance_bias)
+    assert_same_bits(_gradients(with_nan), _gradients(call))
+
+
+@runs
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+@pytest.mark.parametrize("mask", [None, "float MN"])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_nan_in_a_query_reaches_the_gradients(
+    mask: str | None, dtype: torch.dtype, dropout_p: float
+) -> None:
+    """Results of all keys; where dropout drops the pair, the key's value may be left out."""
+
+    def make(*args: Any) -> Inputs:
+        inputs = make_inputs(*args, B=1, H=1, M=20, N=70, D=16, mask=mask, dropout_p=dropout_p)
+        inputs["q"][0, 0, 3, 5] = NAN
+        return inputs
+
+    _, dk, dv, *_ = _gradients(_backward_call(Sample("NaN", "made here", make, ()), dtype))
+    assert dk.isnan().all()
+    keys = dv.isnan().all(-1)
+    assert keys.float().mean() > 0.7 if dropout_p else keys.all()
+
+
+@runs
+def test_weights_of_huge_scores_under_dropout() -> None:
+    """The rounding error of a score of 1e8 does not multiply its weight by more than 2."""
+    options = {"H": 1, "M": 65, "N": 128, "D": 16, "scale": 0.0625, "dropout_p": 0.1}
+    huge = {"amplitude": 1e4, "key_amplitude": 1e4}
+    call = _backward_call(_sample("huge", **options, **huge), FP16)
+    exact = OPS["attention_bwd"](*call._replace(dlse=None), backend="reference")[2]
+    assert _gradients(call._replace(dlse=None))[2].abs().max() <= 2 * exact.abs().max()
+
+
+# -- the cache of launches: cached launches of one call are not used for another ------------------
+def _padded(**options: Any) -> Sample:
+    return _sample("calls", **{"B": 2, **BASE, **options})
+
+
+def _packed(**options: Any) -> Sample:
+    return made(spec_varlen.make_inputs, "q k v alibi_slopes", "calls", **PACKED_BASE | options)
+
+
+# Repeated with a mask: these change which tiles it is classified in.
+_WITH_MASK = ("bottom right", "key lengths", "query lengths", "bias")
+_CALLS = [
+    *((ATTENTION, _padded, change, {}) for change in CHANGES.values()),
+    *((ATTENTION, _padded, CHANGES[name], {"mask": "bool MN"}) for name in _WITH_MASK),
+    *((PACKED, _packed, change, {}) for change in PACKED_CHANGES.values()),
+]
+_NAMES = [
+    *CHANGES,
+    *(f"{name}, mask" for name in _WITH_MASK),
+    *(f"{n}, packed" for n in PACKED_CHANGES),
+]
+
+
+@runs
+@pytest.mark.parametrize("spec, sample, change, options", _CALLS, ids=_NAMES)
+def test_cache_tells_calls_apart_by_options(
+    spec: OpSpec, sample: Callable[..., Sample], change: dict[str, Any], options: dict[str, Any]
+) -> None:
+    key = spec.name, *options
+    if key not in _CHECKED:
+        check(spec, sample(**options), FP16)
+        _CHECKED.add(key)
+    check(spec, sample(**options | change), FP16)
+
+
+_CHECKED: set[tuple[str, ...]] = set()
+
+
+@interpreted
+def test_cache_tells_calls_apart_by_strides() -> None:
+    options = {"mask": "min BHMN", "key_lengths": "per query", "query_lengths": [20, 7]}
+    call = _backward_call(_padded(**options, H=1, alibi="BH"), FP32)
+    given = ForwardCall._make(call[4:-1])
+    expected = call.out, call.lse
+    for name in ("q", "k", "v", "mask", "distance_bias", "key_lengths", "query_lengths"):
+        strided = given._replace(**{name: apart(getattr(given, name))})
+        assert_same_bits(tuple(OPS["attention_fwd"](*strided, backend="triton")), expected)
+    gradients = _gradients(call)
+    for name in ("q", "k", "v", "out", "dout", "dlse", "mask", "distance_bias", "key_lengths"):
+        strided = call._replace(**{name: apart(getattr(call, name))})
+        assert_same_bits(_gradients(strided), gradients)
+    expanded = call._replace(dout=call.dout[:, :1, :1].expand_as(call.out))
+    assert_same_bits(
+        _gradients(expanded), _gradients(expanded._replace(dout=expanded.dout.contiguous()))
+    )
+
+
+# -- prepared masks and tilings --------------------------------------------------------------------
+@runs
+@pytest.mark.parametrize("name", ["prepared_mask_restricted", "prepared_bias_column"])
+def test_prepared_mask_is_bitwise_equal_to_its_mask(name: str) -> None:
+    call = _backward_call(ATTENTION.sample(name), FP16)
+    given = ForwardCall._make(call[4:-1])
+    config = ForwardConfig(32, 32, 4, 1)
+    with launched_by("attention_fwd", partial(forward.attention_fwd_with_config, config)):
+        results = [
+            tuple(OPS["attention_fwd"](*given._replace(mask_tiles=tiles), backend="triton"))
+            for tiles in (given.mask_tiles, None)
+        ]
+    assert_same_bits(*results)
+
+
+@runs
+def test_prepared_masks_with_and_without_broadcast_tiles() -> None:
+    """The tiles of one head are broadcast where all heads have equal masks."""
+    for second_head in (False, True):
+
+        def make(*args: Any, second_head: bool = second_head) -> Inputs:
+            inputs = make_inputs(*args, B=1, **BASE, mask="bool HMN", prepared=True)
+            inputs["mask"][:] = True
+            inputs["mask"][..., 32:] = False
+            inputs["mask"][:, 1] |= second_head
+            return inputs
+
+        check(ATTENTION, Sample("tiles", "made here", make, ("q", "k", "v")), FP16)
+
+
+_T = BwdTile
+TILINGS = {
+    "wide": (
+        ForwardConfig(16, 64, 4, 1),
+        BwdConfig(_T(32, 64, 4, 2, tma=True), _T(64, 32, 4, 2, tma=True, late=True)),
+    ),
+    "tall": (
+        ForwardConfig(64, 16, 4, 2),
+        BwdConfig(_T(64, 64, 4, 1), _T(16, 64, 4, 1), separate=True, halves=16),
+    ),
+    "whole": (
+        ForwardConfig(128, 128, 8, 1),
+        BwdConfig(_T(128, 128, 8, 1), _T(128, 128, 8, 1, late=True)),
+    ),
+    "descriptors": (ForwardConfig(64, 32, 4, 2, tma=True, overlap=1), None),
+    "values_last": (ForwardConfig(32, 32, 4, 2, overlap=2), None),
+    "wide_values": (ForwardConfig(64, 32, 4, 2, tma=True, overlap=1, value_columns=64), None),
+    "one_tile": (ForwardConfig(32, 32, 4, 1, whole=True), None),
+    "one_tile_by_descriptors": (ForwardConfig(32, 32, 4, 1, tma=True, whole=True), None),
+}
+_SHAPES: dict[str, dict[str, Any]] = {
+    "lengths": {"M": 70, "causal": True, "key_lengths": [70, 33], "query_lengths": [65, 70]},
+    "mask": {"H": 1, "M": 70, "N": 66, "mask": "rows BMN"},
+    "mask in steps of eight": {"M": 70, "N": 72, "mask": "min HMN"},
+    "mask of keys": {"M": 70, "N": 50, "mask": "bool BN", "D": 80},
+    "mask of one column": {"M": 70, "N": 50, "mask": "bool BM"},
+    "dropout": {"H": 1, "M": 70, "N": 50, "dropout_p": 0.25},
+}
+
+
+def _tiled() -> list[Any]:
+    """In the quick run each tiling with one shape, in the slow run with two more."""
+    shapes = list(_SHAPES)
+    return [
+        pytest.param(
+            shapes[(i + turn) % len(shapes)], tiling, marks=pytest.mark.slow if turn else ()
+        )
+        for i, tiling in enumerate(TILINGS)
+        for turn in ((0, 1, 3) if TILINGS[tiling][1] else (0, 3))
+    ]
+
+
+@runs
+@pytest.mark.parametrize("name, tiling", _tiled())
+def test_results_do_not_depend_on_tiles(name: str, tiling: str) -> None:
+    fwd, bwd = TILINGS[tiling]
+    sample = _sample(name, **{"B": 2, **_SHAPES[name]})
+    with launched_by("attention_fwd", partial(forward.attention_fwd_with_config, fwd)):
+        if bwd is None:
+            check(ATTENTION, Sample(name, "made here", sample.make, ()), FP16)
+            return
+        with launched_by("attention_bwd", partial(backward.attention_bwd_with_config, bwd)):
+            check(ATTENTION, sample, FP16)
+
+
+@runs
+def test_partial_last_key_tile() -> None:
+    """The number of keys is a multiple of BLOCK_M, but not of BLOCK_N."""
+    launch = partial(forward.attention_fwd_with_config, ForwardConfig(16, 32, 4, 1))
+    with launched_by("attention_fwd", launch):
+        check(ATTENTION, _sample("last tile", H=1, M=5, N=48, D=16), FP16)
 
 
 @triton.jit
@@ -373,33 +478,24 @@ def test_tanh_has_a_small_relative_error() -> None:
 
 
 @runs
-@pytest.mark.parametrize("amplitude", [1e-2, 4.0])
-def test_soft_cap_in_fp32(amplitude: float) -> None:
-    """Scores far below the cap and around it."""
-    options = {"B": 1, "H": 1, "M": 40, "N": 50, "D": 16, "softcap": 5.0, "amplitude": amplitude}
-    _check(_arguments(Sample("cap", "", partial(make_inputs, **options), ()), torch.float32))
-
-
-@runs
-@pytest.mark.parametrize("dtype", [torch.float32, FP16])
+@pytest.mark.parametrize("dtype", [FP32, FP16])
 def test_only_rows_without_keys_have_the_sink_as_lse(dtype: torch.dtype) -> None:
     """Other rows' lse is above it, if by rounding up alone: the backward recognises them by lse."""
     sinks = torch.tensor([0.0, -0.0, 30.0, -50.0, -torch.inf])
     q = torch.full((1, 5, 3, 16), 8.0, dtype=dtype)
     lengths = torch.tensor([[4, 0, 1]], dtype=torch.int32)
     call = ForwardCall(q, -q, q, key_lengths=lengths, sinks=sinks)
-    call = ForwardCall(*(_move(x) for x in call))
+    call = ForwardCall(*(x.to(DEVICE) if isinstance(x, Tensor) else x for x in call))
     out, lse = torch.empty_like(call.q), torch.empty(1, 5, 3, device=DEVICE)
-    kernels.attention_fwd(call, out, lse)
+    forward.attention_fwd(call, out, lse)
     assert torch.equal(lse[0, :, 1].cpu(), sinks)
     assert (lse[0, :, ::2].cpu() > sinks[:, None]).all()
     assert torch.equal(lse[0, -1, ::2].cpu() > -1e4, torch.tensor([True, True]))
 
 
-@pytest.mark.skipif(not _env.interpreting(), reason="counts what the interpreter computes")
-@pytest.mark.parametrize("packed", [False, True])
-def test_rows_beyond_query_lengths_are_not_computed(
-    packed: bool, monkeypatch: pytest.MonkeyPatch
+@interpreted
+def test_rows_beyond_the_length_of_a_packed_sequence_are_not_computed(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """32 of 256 rows are within their length; their keys are in one tile."""
     from triton.runtime.interpreter import InterpreterBuilder
@@ -410,18 +506,11 @@ def test_rows_beyond_query_lengths_are_not_computed(
         InterpreterBuilder, "create_dot", lambda *args: (products.append(1), dot(*args))[1]
     )
     options: dict[str, Any] = {"causal": CAUSAL["top_left"], "window_left": 64, "window_right": 0}
-    if packed:
-        q, offsets = torch.randn(32, 1, 16), torch.tensor([0, 32], dtype=torch.int32)
-        out, lse = torch.empty_like(q), torch.empty(1, 32)
-        call = ForwardCall(q, q, q, **packing(offsets, offsets, 256, 256), **options)
-        kernels.attention_fwd(call, out, lse)
-    else:
-        q, length = torch.randn(1, 1, 256, 16), torch.tensor([32], dtype=torch.int32)
-        out, lse = torch.empty_like(q), torch.empty(1, 1, 256)
-        call = ForwardCall(q, q, q, key_lengths=length, query_lengths=length, **options)
-        kernels.attention_fwd(call, out, lse)
-        kernels.attention_fwd(call._replace(key_lengths=None), out, lse)
-    assert len(products) == (2 if packed else 4)
+    q, offsets = torch.randn(32, 1, 16), torch.tensor([0, 32], dtype=torch.int32)
+    out, lse = torch.empty_like(q), torch.empty(1, 32)
+    call = ForwardCall(q, q, q, **packing(offsets, offsets, 256, 256), **options)
+    forward.attention_fwd(call, out, lse)
+    assert len(products) == 2
 
 
 # -- dropout --------------------------------------------------------------------------------------
@@ -452,11 +541,11 @@ def _kept_kernel(out_ptr, x_ptr, seed, stream, least, b, h, start, KIND: tl.cons
 @pytest.mark.parametrize(
     "kind, dtype",
     [
-        ("select", torch.float32),
-        ("negate", torch.float32),
-        pytest.param("zero", torch.float32, marks=pytest.mark.gpu),
-        pytest.param("zero", torch.float16, marks=pytest.mark.gpu),
-        pytest.param("zero", torch.bfloat16, marks=pytest.mark.gpu),
+        ("select", FP32),
+        ("negate", FP32),
+        pytest.param("zero", FP32, marks=pytest.mark.gpu),
+        pytest.param("zero", FP16, marks=pytest.mark.gpu),
+        pytest.param("zero", BF16, marks=pytest.mark.gpu),
     ],
     ids=str,
 )
@@ -477,17 +566,6 @@ def test_dropout_bits_are_those_of_the_definition(
         assert torch.equal(out.cpu() == 1.0, keep) and torch.equal(out.cpu() == 0.0, ~keep)
 
 
-def test_dead_keys_match_allowed_pairs() -> None:
-    """Values that no query attends may be NaN."""
-    for M, N, causal in itertools.product(range(1, 5), range(1, 5), range(3)):
-        q, k = torch.empty(1, 1, M, 8), torch.empty(1, 1, N, 8)
-        for left, right in itertools.product(range(-1, 4), range(-1, 4)):
-            call = ForwardCall(q, k, k, causal=causal, window_left=left, window_right=right)
-            pairs = reference.allowed_pairs(call)
-            dead = not pairs.expand(1, 1, M, N).any(2).all()
-            assert call_shape.call_shape_of(call).dead_keys == dead, (M, N, causal, left, right)
-
-
 def test_descriptors_need_strides_of_16_bytes() -> None:
     x = torch.empty(2, 3, 5, 16, dtype=FP16)
     one_head = torch.empty_strided((1, 1, 5, 16), (3, 5, 16, 1), dtype=FP16)
@@ -506,7 +584,7 @@ def test_workspace_holds_dropout_keys_of_all_columns(M: int, N: int) -> None:
     call, offsets = ForwardCall(q, k, k, dropout_p=0.5), torch.tensor([0])
     packed = call._replace(q=q[0], k=k[0], v=k[0], **packing(offsets, offsets, M, N))
     for each in (call, packed):
-        [((columns,), _, _)] = kernels.attention_fwd_workspace(each)
+        [((columns,), _, _)] = forward.attention_fwd_workspace(each)
         assert 2 * columns >= N
 
 
@@ -518,7 +596,7 @@ def test_refusals() -> None:
     wide, far = torch.randn(1, 1, 4, 264), (1 << 22) + 16
 
     def refusal(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> str:
-        return str(kernels.attention_fwd_unsupported(ForwardCall(q, k, v, mask)))
+        return str(forward.attention_fwd_unsupported(ForwardCall(q, k, v, mask)))
 
     def strided(row: int, column: int) -> Tensor:
         return torch.empty_strided((1, 1, 4, 16), (0, 0, row, column), device="meta")
@@ -556,3 +634,30 @@ def test_tuning_rejects_wrong_results(
     row = tune.measure(task, config, 1.0, DEVICE)
     name = "out" if direction == "fwd" else "dq"
     assert row["status"] == "wrong" and name in row["message"], row
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942"])
+def test_every_head_dim_has_a_tiling(arch: str) -> None:
+    for dtype in (FP16, BF16, FP32):
+        for D in (8, 64, 72, 128, 136, 192, 256):
+            for bounded, dense in ((False, False), (True, False), (True, True)):
+                config = bwd_config.bwd_config(arch, dtype, D, D, bounded, dense)
+                for tile in (config.dq, config.dkdv):
+                    assert tile.block_m % 16 == tile.block_n % 16 == 128 % tile.block_m == 0
+                for first, second in (config.widths(D), config.widths(8)):
+                    assert first + second >= 8 and max(first, second) <= 256
+                assert sum(config.widths(D)) >= D
+                assert config.precision in ("ieee", "tf32x3")
+                found = candidates(arch, dtype, D, D, bounded, dense)
+                assert found[0] == config and len(set(found)) == len(found)
+    for dtype in (BF16, FP32):
+        assert len(candidates("sm_90", dtype, 128, 128)) > 5
+    for D in (96, 192):
+        found = candidates("sm_90", BF16, D, D)
+        assert {len([w for w in c.widths(D) if w]) for c in found} == {1, 2}
+
+
+def test_generations_share_tilings() -> None:
+    for dtype, D in itertools.product((BF16, FP32), (64, 128, 256)):
+        for archs in (("sm_100", "sm_103"), ("sm_86", "sm_89", "sm_120"), ("gfx90a", "gfx942")):
+            assert len({bwd_config.bwd_config(arch, dtype, D, D) for arch in archs}) == 1

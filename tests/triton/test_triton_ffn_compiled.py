@@ -2,17 +2,12 @@
 cores in use, shared memory within the limit.
 """
 
-# ruff: noqa: E402  (where Triton is missing, none of the kernels can be imported)
-
 import re
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-triton = pytest.importorskip("triton")
 from compiled_kernels import (
     GENERATIONS,
     LEAST_SHARED_MEMORY,
@@ -26,6 +21,7 @@ from compiled_kernels import (
     instructions,
     spilled,
 )
+from torch import Tensor
 
 from fastattn.ops.ffn import triton as launchers
 from fastattn.ops.ffn.calls import BackwardCall, ForwardCall

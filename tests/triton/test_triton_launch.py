@@ -15,22 +15,18 @@ from unittest import mock
 
 import pytest
 import torch
+import triton
+from compiled_kernels import without_code
 from torch import Tensor
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
+from triton.compiler.compiler import LazyDict
+from triton.runtime.jit import JITFunction
 
-from fastattn.ops import _cuda_driver, _env
-
-triton = pytest.importorskip("triton")
-
-from compiled_kernels import without_code  # noqa: E402
-from triton import knobs  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.backends.nvidia import driver as nvidia  # noqa: E402
-from triton.compiler.compiler import LazyDict  # noqa: E402
-from triton.runtime.jit import JITFunction  # noqa: E402
-
-from fastattn.ops import _triton_launch  # noqa: E402
-from fastattn.ops.attention.calls import BackwardCall, ForwardCall  # noqa: E402
-from fastattn.ops.attention.triton import (  # noqa: E402
+from fastattn.ops import _cuda_driver, _env, _triton_launch
+from fastattn.ops.attention.calls import BackwardCall, ForwardCall
+from fastattn.ops.attention.triton import (
     backward,
     base_tiles,
     bwd_bind,
@@ -39,12 +35,12 @@ from fastattn.ops.attention.triton import (  # noqa: E402
     mask_lists,
     tiles,
 )
-from fastattn.ops.ffn import triton as ffn  # noqa: E402
-from fastattn.ops.ffn import triton_steps as steps  # noqa: E402
-from fastattn.ops.ffn.calls import ForwardCall as FfnForwardCall  # noqa: E402
-from fastattn.ops.ffn.config import Up, UpTile  # noqa: E402
-from fastattn.ops.layer_norm import triton as norms  # noqa: E402
-from fastattn.ops.layer_norm.calls import (  # noqa: E402
+from fastattn.ops.ffn import triton as ffn
+from fastattn.ops.ffn import triton_steps as steps
+from fastattn.ops.ffn.calls import ForwardCall as FfnForwardCall
+from fastattn.ops.ffn.config import Up, UpTile
+from fastattn.ops.layer_norm import triton as norms
+from fastattn.ops.layer_norm.calls import (
     AddLayerNormCall,
     LayerNormBackwardCall,
     LayerNormCall,
@@ -519,9 +515,7 @@ def test_norms_are_bound_for_32_and_64_bit_numbers_of_rows(
         assert len(bound) == count
 
 
-def test_unaligned_addresses_have_their_own_kernel(
-    launches: list[tuple[Any, ...]],
-) -> None:
+def test_unaligned_addresses_have_their_own_kernel(launches: list[tuple[Any, ...]]) -> None:
     """The cache of plans does not distinguish alignments."""
     storage, row = torch.empty(48 * 512 + 16, dtype=torch.bfloat16), torch.empty(48)
     rows = [storage[shift : shift + 48 * 512].view(48, 512) for shift in (0, 1)]

@@ -5,24 +5,12 @@ Triton's interpreter, on samples that are small enough, and what ships is compil
 not there: no spills, all programs of a multiprocessor resident, shared memory within the limit.
 """
 
-# ruff: noqa: E402  (the interpreter is patched before kernels are imported)
-
 import re
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-from fastattn.ops import _env
-
-triton = pytest.importorskip("triton")
-if _env.interpreting():
-    import patched_interpreter
-
-    patched_interpreter.install()
-
 from compiled_kernels import (
     GENERATIONS,
     GPUS,
@@ -36,8 +24,11 @@ from compiled_kernels import (
     instructions,
     spills_and_registers,
 )
+from torch import Tensor
+from triton_values import DEVICE, NATIVE, interpreted, runs
 
 import fastattn
+from fastattn.ops import _env
 from fastattn.ops._triton_launch import LaunchCache
 from fastattn.ops.layer_norm import config, spec
 from fastattn.ops.layer_norm import triton as kernels
@@ -55,12 +46,6 @@ from fastattn.testing.compare import compare
 from fastattn.testing.oracle import Oracle
 from fastattn.testing.spec import OpSpec, Sample
 
-DEVICE = _env.default_device()
-NATIVE = DEVICE.type == "cuda"
-runs = pytest.mark.skipif(
-    not NATIVE and not _env.interpreting(),
-    reason="runs on a GPU, or in the interpreter's own process",
-)
 SPECS = {s.name: s for s in spec.SPECS}
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -73,26 +58,21 @@ def _check(op: OpSpec, sample: Sample, dtype: torch.dtype) -> None:
     assert not [row for row in rows if row.status != "ok"]
 
 
-def _samples() -> list[Any]:
-    cases = []
-    for op in spec.SPECS:
-        for sample in op.samples:
-            small = "interpreter" in sample.tags or sample.name == "no_rows"
-            if not NATIVE and not small:
-                continue
-            for dtype in sample.dtypes if NATIVE else (BF16,):
-                short = str(dtype).removeprefix("torch.")
-                cases.append(pytest.param(op, sample, dtype, id=f"{op.name}-{sample.name}-{short}"))
-    return cases
+SMALL = [
+    pytest.param(op, sample, id=f"{op.name}-{sample.name}")
+    for op in spec.SPECS
+    for sample in op.samples
+    if "interpreter" in sample.tags or sample.name == "no_rows"
+]
 
 
-@runs
-@pytest.mark.parametrize("op, sample, dtype", _samples())
-def test_sample(op: OpSpec, sample: Sample, dtype: torch.dtype) -> None:
-    _check(op, sample, dtype)
+@interpreted
+@pytest.mark.parametrize("op, sample", SMALL)
+def test_sample(op: OpSpec, sample: Sample) -> None:
+    _check(op, sample, BF16)
 
 
-@runs
+@interpreted
 @pytest.mark.parametrize("op", ["layer_norm", "add_layer_norm", "rms_norm"])
 def test_fp32_parameters(op: str) -> None:
     sample = next(s for s in SPECS[op].samples if s.name == "fp32_parameters")
@@ -234,8 +214,7 @@ def test_backward_of_the_sum_alone(N: int) -> None:
     assert result.ok, result.message
 
 
-@runs
-@pytest.mark.skipif(NATIVE, reason="compilers may contract multiply-adds differently")
+@interpreted  # compilers may contract multiply-adds differently
 @pytest.mark.parametrize("N", [33, 257, 600], ids=["whole", "halves", "blocks"])
 @pytest.mark.parametrize("op", ["add_layer_norm", "layer_norm", "rms_norm"])
 def test_only_needed_gradients_are_written(op: str, N: int) -> None:
@@ -290,8 +269,7 @@ def test_calls_that_differ_in_strides(name: str) -> None:
         _check(SPECS["add_layer_norm"], Sample("strides", "", make, gradients), FP16)
 
 
-@runs
-@pytest.mark.skipif(NATIVE, reason="compilers may contract multiply-adds differently")
+@interpreted  # compilers may contract multiply-adds differently
 def test_gradients_that_differ_in_strides() -> None:
     x = torch.randn(5, 48, device=DEVICE).requires_grad_()
     w = torch.randn(48, device=DEVICE).requires_grad_()
@@ -470,7 +448,7 @@ def _compile_cases() -> list[Any]:
     cases = []
     for arch in (*GENERATIONS, "sm_120"):
         sizes = lengths.get(arch, (33, 512, 4096, 16384, 65536))
-        pairs = in_turns(arch, sizes, CALLS, whole=(512, 16384) if arch == "sm_90" else ())
+        pairs = in_turns(arch, sizes, CALLS, whole=(512,) if arch == "sm_90" else ())
         for N in sizes:
             for call in CALLS:
                 short = call in always.get((arch, N), ())

@@ -1,5 +1,5 @@
 """Faults of the Hopper attention backward, for test_sm90_bwd_faults.py: mutations of its source
-(the right text and wrong ones), and harmless faults; then those of the launches that compute an
+(the right text and a wrong one), and harmless faults; then those of the launches that compute an
 additive mask's gradient.
 """
 
@@ -28,36 +28,30 @@ class _Source:
     file: str
     found: list[tuple[Mutation, tuple[str, ...]]] = field(default_factory=list)
 
-    def __call__(self, right: str, *wrong: str, only: tuple[str, ...] = MUTATED) -> None:
-        self.found += [(Mutation(f"attention/sm90/{self.file}", right, w), only) for w in wrong]
+    def __call__(self, right: str, wrong: str, only: tuple[str, ...] = MUTATED) -> None:
+        self.found.append((Mutation(f"attention/sm90/{self.file}", right, wrong), only))
 
 
 # -- the launch before, and the one after
 ends = _Source("backward/main/prepare_finish.cuh")
 ends("contains(live, row) ? args.lse[at] : kMinusInfinity", "args.lse[at]")
-ends("lse != kMinusInfinity && column < args.value_dim", "lse != kMinusInfinity",
-     "column < args.value_dim")  # fmt: skip
+ends("lse != kMinusInfinity && column < args.value_dim", "column < args.value_dim")
 ends("lanes > 0", "lanes > 1")
-ends(
-    "dead ? -kMinusInfinity : kNatural ? lse : lse * kLog2e",
-    "kNatural ? lse : lse * kLog2e",
-    "dead ? -kMinusInfinity : lse",
-)
-ends("dead || !args.dlse ? sum : sum - args.dlse[at]", "sum", "sum - args.dlse[at]")
+ends("dead ? -kMinusInfinity : kNatural ? lse : lse * kLog2e", "kNatural ? lse : lse * kLog2e")
+ends("dead || !args.dlse ? sum : sum - args.dlse[at]", "sum - args.dlse[at]")
 ends("lse == kMinusInfinity ? 0.0f : -ptx::ex2((sink - lse) * kLog2e) * delta",
      "-ptx::ex2((sink - lse) * kLog2e) * delta", only=ONCE)  # fmt: skip
 ends("exists ? sink_term(sink, args.lse[at], args.dlse ? sum - args.dlse[at] : sum) : 0.0f",
-     "exists ? sink_term(sink, args.lse[at], sum) : 0.0f",
      "exists ? sink_term(sink, lse, args.dlse ? sum - args.dlse[at] : sum) : 0.0f",
      only=ONCE)  # fmt: skip
 ends("(batch * gridDim.x + blockIdx.x) * args.rows", "batch * gridDim.x * args.rows", only=ONCE)
 ends("sums[threadIdx.x] += sums[threadIdx.x + threads];",
      "if (threads > 1) { sums[threadIdx.x] += sums[threadIdx.x + threads]; }",
      only=ONCE)  # fmt: skip
-ends("threadIdx.x < Traits::kGroups", "false", "threadIdx.x < 1")
+ends("threadIdx.x < Traits::kGroups", "threadIdx.x < 1")
 ends("*args.counter = 0;", "*args.counter = 1;")
 ends("dropout::units(first_row) + i", "i", only=DROPOUT)
-ends("is_added_to<Traits>(args, block)", "true", "false")
+ends("is_added_to<Traits>(args, block)", "true")
 ends("values[i] * args.scale", "values[i]")
 ends("smaller(sequence.query_rows - first_row, Traits::kRows)", "Traits::kRows")
 ends("column < args.head_dim", "true")
@@ -110,7 +104,6 @@ dense_loads = _Source("backward/main/dense_loads.cuh")
 dense_loads("now.flags", "kHasWork", only=DENSE)
 dense_loads("one_row ? 0 : metadata.step.row_block * Traits::kRows", "0", only=BIAS)
 dq = _Source("backward/main/dq.cuh")
-dq("position.advance();", "")
 dq("position.advance();", "if (piece == 0) { position.advance(); }", only=ONE_DOUT)
 dq("work.first_key / Traits::kKeys - added.begin", "work.first_key / Traits::kKeys")
 dq(
@@ -118,25 +111,17 @@ dq(
     "work.first_key / Traits::kKeys",
     only=DENSE,
 )
-dq(
-    "args.dq_semaphores + chunk",
-    "args.dq_semaphores",
-    "args.dq_semaphores + chunk / Traits::kGroups",
-)
+dq("args.dq_semaphores + chunk", "args.dq_semaphores + chunk / Traits::kGroups")
 dq("args.dq_sum + chunk * Traits::kChunkFloats", "args.dq_sum")
 dq(
     "ptx::load_acquire(semaphore) < (args.in_order ? rank : smaller(rank, 1))",
-    "false",
-    "ptx::load_acquire(semaphore) + 1 < (args.in_order ? rank : smaller(rank, 1))",
-    "ptx::load_acquire(semaphore) < rank",
     "ptx::load_acquire(semaphore) < (args.in_order ? rank : 0)",
-    "ptx::load_acquire(semaphore) < smaller(rank, 1)",
 )
 dq("ptx::fence_proxy_async_global();", "ptx::fence_proxy_async();")
 dq("to + piece * Traits::kPieceFloats", "to", only=ONE_DOUT)
-dq("(rank == 0)", "false", "true")
-dq("args.in_order || rank == 0", "args.in_order", "rank == 0")
-dq("rank + 1", "rank", "rank + 2")
+dq("(rank == 0)", "true")
+dq("args.in_order || rank == 0", "rank == 0")
+dq("rank + 1", "rank + 2")
 
 # -- consumers
 consumer = _Source("backward/main/bwd_consumer.cuh")
@@ -164,13 +149,11 @@ consumer(
 )
 consumer(
     "if constexpr (Traits::kStages > 1) {\n        state.sync_consumers();",
-    "",
     "state.sync_group();",
     only=ONE_DOUT,
 )
 consumer(
     "ptx::wgmma_wait_group<Part::kDqParts>();\n      ptx::pin(rDv);\n      state.release_dout();",
-    "ptx::wgmma_wait_group<Part::kDqParts>(); ptx::pin(rDv);",
     "state.release_dout(); ptx::wgmma_wait_group<Part::kDqParts>(); ptx::pin(rDv);",
     only=ONE_DOUT,
 )
@@ -188,10 +171,10 @@ steps = _Source("backward/main/steps.cuh")
 steps("row_block > plan.visited.begin ? row_block - 1 : plan.visited.end - 1", "row_block")
 steps("!contains(plan.full, row_block)", "false")
 gradients = _Source("backward/main/gradients.cuh")
-gradients("state.stage.passed * Traits::kDqPieces + kPiece", "state.stage.passed + kPiece",
+gradients("state.stage.passed * Traits::kDqPieces + kPiece",
           "state.stage.passed * Traits::kDqPieces", only=ONE_DOUT)  # fmt: skip
 gradients("kPiece * kFours + i", "i", only=ONE_DOUT)
-gradients("!view.data", "false", "!view.data")
+gradients("!view.data", "false")
 gradients("sequence.key_rows - key", "Traits::kKeys")
 gradients("columns - column", "BackwardPart<Traits>::kOwnColumns")
 weights = _Source("backward/main/weights.cuh")
@@ -217,7 +200,7 @@ bias(
     "{ state.shared.bias.scores_read.arrive(); } }",
     only=ONE_BIAS,
 )
-bias("state.sync_consumers();", "state.sync_group();", "", only=BIAS[1:])
+bias("state.sync_consumers();", "state.sync_group();", only=BIAS[1:])
 part = _Source("backward/main/bwd_part.cuh")
 part("Traits::kGroups * kWarpgroup", "kWarpgroup")
 part(
@@ -272,7 +255,6 @@ HARMLESS = (
 BOUNDED_HARMLESS = (
     Harmless("mutation", "rest ? 0 : queries", "there are no keys either"),
     Harmless("mutation", "rest ? 0 : keys", "there are no rows either"),
-    Harmless("mutation", "!view.data -> !view.data", "identical: shows false detections"),
     # A packed sequence that ends where the tensor does, from its beginning, is the only one.
     Harmless("mutation", "kNoEnd : args.queries -> args.queries", "behind it TMA has zeroed"),
     Harmless("mutation", "args.packing.key_offsets -> nullptr", "as before"),
@@ -345,10 +327,7 @@ for right, wrong in (
 ):  # fmt: skip
     _dmask_consumer(right, wrong, only=DMASK)
 for right, wrong in (
-    (
-        "head * (args.lse_delta_rows / 2) + dropout::lattice_unit(row)",
-        "dropout::lattice_unit(row)",
-    ),
+    ("head * (args.lse_delta_rows / 2) + dropout::lattice_unit(row)", "dropout::lattice_unit(row)"),
     ("Products::draw_words(row_key, item.key, words);", "Products::draw_words(row_key, 0, words);"),
     ("words[octet / 2 * 2 + j]", "words[j]"),
 ):
@@ -420,12 +399,10 @@ for right, wrong in (
 _score_steps = _Source("backward/main/steps.cuh")
 _score_steps("static_cast<int>(state.stage.passed) / (plan.visited.end - plan.visited.begin)", "0",
              only=SCORES[:1])  # fmt: skip
-_score_weights = _Source("backward/main/weights.cuh")
-_score_weights("state.shared.lse2[state.slot()]", "state.shared.lse2[0]", only=SCORES[:1])
 
 
 def score_mutations_of(instance: str) -> list[Mutation]:
-    sources = (_changes, _scores, _score_bias, _score_steps, _score_weights)
+    sources = (_changes, _scores, _score_bias, _score_steps)
     return [m for source in sources for m, only in source.found if instance in only]
 
 
@@ -471,7 +448,6 @@ for right, wrong in (
     ("entry - band * kDmaskKeys + kBandOrigin", "entry - band * kDmaskKeys + kBandOrigin - 1"),
 ):
     _distance(right, wrong, only=DISTANCE)
-DISTANCE_HARMLESS = DMASK_HARMLESS
 
 
 def distance_mutations_of(instance: str) -> list[Mutation]:

@@ -6,13 +6,16 @@ inaccessible pages, except within `own_layout`.
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from sm90_on_host.build import HERE
 from sm90_on_host.host_library import DTYPES, HostLibrary
+from torch import Tensor
 
+from fastattn.ops._op import Op
 from fastattn.ops.attention import sm90
 
 VARIANTS = (
@@ -83,3 +86,10 @@ def sections() -> tuple[list[tuple[int, int]], int]:
 def plan(splits: int, counted: bool, ordered: bool) -> None:
     """The forward's from then on; its own again with no splits."""
     HOST.native.on_host_plan(splits, int(counted), int(ordered))
+
+
+def run_simulated(op: Op, args: Sequence[Any], results: Sequence[Tensor]) -> None:
+    """Launches what the backend does, which must not refuse it."""
+    (call,) = op.backend_args(args)
+    assert getattr(sm90, f"{op.name}_unsupported")(call) is None
+    getattr(sm90, op.name)(call, *results)

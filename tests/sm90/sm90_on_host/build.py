@@ -247,10 +247,7 @@ def changed_sources(folder: Path, file: str, right: str, wrong: str) -> Path:
 
 
 def build(
-    source: Path,
-    defines: Sequence[str] = (),
-    csrc: Path = CSRC,
-    mutations: Sequence[Mutation] = (),
+    source: Path, defines: Sequence[str] = (), csrc: Path = CSRC, mutations: Sequence[Mutation] = ()
 ) -> Machine:
     """`source` with the kernels of `csrc` that it includes."""
     rewritten: dict[Path, str] = {}

@@ -12,7 +12,6 @@ from sm90_plans.shim import Range, compiled
 SHIM = """
 #include "attention/key_range.h"
 #include "attention/sm90/forward/short_queries.h"
-#include "sm90/tile/descriptor.h"
 #include "sm90/tile/scheduler.h"
 using namespace fastattn;
 extern "C" void plan(const int* tile, const int* own, int left, int right, int diagonal,
@@ -29,38 +28,6 @@ extern "C" void place(int row_tiles, int heads, int swizzle_group, int tile, int
   result[0] = p.row_tile;
   result[1] = p.head;
 }
-extern "C" void advance(int* state, const int* offsets, int sequences, int heads, int tile_rows,
-                     int tile, const int* order) {
-  sm90::PackedTileScheduler at = {state[0], state[1], state[2]};
-  sm90::advance_to(at, offsets, sequences, heads, tile_rows, tile, order);
-  state[0] = at.sequence;
-  state[1] = at.first;
-  state[2] = at.row_tiles;
-}
-extern "C" void shorten(long long* n) {
-  attention::ForwardProblem p = {};
-  p.q = {nullptr, 0, n[0], n[1]};
-  p.out = {nullptr, 0, n[2], n[3]};
-  p.k = p.v = {nullptr, 0, 0, n[4]};
-  p.heads = n[5];
-  p.kv_heads = n[6];
-  p.queries = n[7];
-  p.keys = n[8];
-  p.bounds = {static_cast<int>(n[9]), static_cast<int>(n[10]), static_cast<int>(n[11])};
-  p.key_lengths.data = n[12] ? n : nullptr;
-  p.query_lengths.data = n[13] ? n : nullptr;
-  attention::cut_keys_of_one_query(p);
-  attention::merge_groups(p);
-  n[0] = p.q.head_stride;
-  n[1] = p.q.row_stride;
-  n[2] = p.out.head_stride;
-  n[3] = p.out.row_stride;
-  n[4] = reinterpret_cast<long long>(p.k.data);
-  n[5] = p.heads;
-  n[7] = p.queries;
-  n[8] = p.keys;
-  n[9] = attention::bounds_restrict(p);
-}
 extern "C" int wants_bounded(int queries, int keys, int head_dim, int value_dim, int right,
                           int sequences) {
   attention::ForwardProblem p = {};
@@ -72,25 +39,12 @@ extern "C" int wants_bounded(int queries, int keys, int head_dim, int value_dim,
   p.bounds = {queries + keys, right, 0};
   return attention::wants_bounded(p);
 }
-extern "C" unsigned swizzled(unsigned row, unsigned piece) {
-  return sm90::swizzled_offset(row, piece);
-}
-extern "C" unsigned k_step(int step, int rows) { return sm90::k_major_step(step, rows); }
-extern "C" unsigned n_step(int step) { return sm90::n_major_step(step); }
-extern "C" unsigned long long k_major(unsigned address) {
-  return sm90::descriptor_k_major(address);
-}
-extern "C" unsigned long long n_major(unsigned address, unsigned chunk) {
-  return sm90::descriptor_n_major(address, chunk);
-}
 """
 ROWS = 64
 
 
 def arithmetic(folder: Path) -> ctypes.CDLL:
-    shim = compiled(folder, SHIM)
-    shim.k_major.restype = shim.n_major.restype = ctypes.c_ulonglong
-    return shim
+    return compiled(folder, SHIM)
 
 
 @dataclass(frozen=True)

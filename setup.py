@@ -13,8 +13,8 @@ FASTATTN_NATIVE=0: build nothing native.
 FASTATTN_NATIVE=cpu or cpu,sm90: build exactly these, or fail.
 FASTATTN_SANITIZE=address,undefined: g++'s sanitizers in the C++ code, for tests; their objects go
 to --build-temp and the library needs libasan preloaded.
-FASTATTN_TRIALS=ffn_loop: what TRIALS has by this name instead of kernels that have passed on a GPU;
-their objects go to --build-temp.
+FASTATTN_TRIALS=ffn_loop,fwd_swizzle: what TRIALS has by these names instead of kernels that have
+passed on a GPU; their objects go to --build-temp.
 """
 
 from __future__ import annotations
@@ -205,9 +205,10 @@ INSTANCES = {
 }
 
 
-# GPU kernels that have passed in the simulator only. A library is built with those that have passed
-# on a GPU; FASTATTN_TRIALS names what takes their place, so that a GPU run can judge both.
-TRIALS = ("ffn_loop",)
+# Forms of GPU kernels and launches that have passed in the simulator only. A library is built with
+# those that have passed on a GPU; FASTATTN_TRIALS names what takes their place, so that a GPU run
+# can judge both (docs/pages/bring-up.md).
+TRIALS = ("ffn_loop", "fwd_swizzle", "fwd_counter")
 
 
 # The source that GPU libraries have the digest of their sources from, as FASTATTN_DIGEST.
@@ -421,7 +422,7 @@ def sanitizers(value: str | None) -> list[str]:
 
 
 def trial_flags(value: str | None) -> list[str]:
-    """Flags for nvcc that FASTATTN_TRIALS, a comma-separated list, asks for."""
+    """Macros of GPU libraries that FASTATTN_TRIALS, a comma-separated list, asks for."""
     names = value.split(",") if value else []
     if unknown := [name for name in names if name not in TRIALS]:
         raise SystemExit(f"FASTATTN_TRIALS must name some of {', '.join(TRIALS)}, got {unknown}")
@@ -449,7 +450,7 @@ def library_steps(
     trials: Sequence[str] = (),
 ) -> list[Step]:
     """Compile every source, or the instances of it, then link (the last step). sanitize: further
-    flags for C++. trials: for nvcc.
+    flags for C++. trials: macros of GPU libraries.
     """
     assert tools.torch and tools.cxx
     cuda = tools.cuda or Path()  # read only where the library has architectures
@@ -484,7 +485,7 @@ def library_steps(
                 prefixes = [f"-ffile-prefix-map={root}/=" for root in (csrc, tools.torch)]
                 compiler = [tools.cxx, *CXX_FLAGS, *flags, *prefixes, *sanitize, "-MMD"]
                 if library.architectures:
-                    compiler += ["-isystem", str(cuda / "include")]
+                    compiler += ["-isystem", str(cuda / "include"), *trials]
             steps.append(_compile_step(compiler + headers, source, output, compiled))
     links = [*sanitize, f"-L{tools.torch / 'lib'}", "-ltorch_cpu", "-lc10"]
     if library.architectures:

@@ -74,8 +74,10 @@ FASTATTN_PURE uint32_t column_key(const Dropout& dropout, uint32_t unit) {
   return dropout::column_key(*dropout.seed, dropout.stream, origin_of(dropout).column_unit + unit);
 }
 
-// Fills column_keys for the first `units` pairs of columns. Returns nullptr or an error message.
-const char* hash_columns(const Dropout& dropout, int units, cuda::Stream stream);
+// Fills column_keys for the first `units` pairs of columns, and with FASTATTN_TRIALS=fwd_counter
+// zeroes the counter. Returns nullptr or an error message.
+const char* hash_columns(const Dropout& dropout, int units, cuda::Stream stream,
+                         int* counter = nullptr);
 
 // A logit for each head that takes part in the sums of its rows and has no value.
 struct Sinks {

@@ -18,6 +18,7 @@ void launch_on_host(void (*kernel)(const Arguments), int blocks, int threads, in
 #include "attention/sm90/forward/attention_fwd_sm90.cuh"
 #include "attention/sm90/forward/combine_splits.cuh"
 #include "attention/sm90/forward/order_sequences.cuh"
+#include "attention/sm90/masks/hash_columns.cuh"
 #include "attention/sm90/masks/mask_classes_sm90.cuh"
 
 extern "C" const char* cudaGetErrorString(cudaError_t) {
@@ -33,14 +34,16 @@ extern "C" cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cuda
 
 namespace fastattn::attention {
 
-const char* hash_columns(const Dropout& dropout, int units, cuda::Stream) {
-  constexpr int kThreads = 128;
-  on_host::launch((units + kThreads - 1) / kThreads, kThreads, [=] {
-    const int unit = blockIdx.x * kThreads + threadIdx.x;
-    if (unit < units) {
-      dropout.column_keys[unit] = column_key(dropout, unit);
-    }
-  });
+const char* hash_columns(const Dropout& dropout, int units, cuda::Stream, int* counter) {
+  const int blocks = larger(ceil_div(units, kHashThreads), counter ? 1 : 0);
+  if (blocks > 0) {
+#ifdef FASTATTN_TRIAL_FWD_COUNTER
+    const auto kernel = [=] { hash_columns_kernel(dropout, units, counter); };
+#else
+    const auto kernel = [=] { hash_columns_kernel(dropout, units); };
+#endif
+    on_host::enqueue({static_cast<unsigned>(blocks), kHashThreads, kernel});
+  }
   return nullptr;
 }
 
@@ -80,6 +83,17 @@ extern "C" const char* order(const int* offsets, int sequences, int max_keys, in
   packing.max_keys = max_keys;
   packing.order = result;
   return order_sequences(packing, nullptr);
+}
+
+// Heads of an L2 swizzle group, by the rows of a tile, on a GPU with 132 multiprocessors.
+extern "C" int swizzle_group(int heads, int queries, int keys, int head_dim, int tile_rows) {
+  ForwardProblem p = {};
+  p.batch = 1;
+  p.heads = p.kv_heads = heads;
+  p.queries = queries;
+  p.keys = keys;
+  p.head_dim = p.value_dim = head_dim;
+  return swizzle_group_heads(p, tile_rows, 132);
 }
 
 extern "C" const char* attention_fwd(const ForwardProblem* problem) {

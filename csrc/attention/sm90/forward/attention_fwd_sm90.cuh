@@ -34,6 +34,7 @@
 #include "attention/sm90/forward/fwd_storage.cuh"
 #include "attention/sm90/forward/fwd_tiles.cuh"
 #include "common/cuda_launch.cuh"
+#include "sm90/tile/launch.cuh"
 #include "sm90/tile/tensor_map.cuh"
 
 namespace fastattn::attention {
@@ -110,15 +111,21 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
 // -- launcher -------------------------------------------------------------------------------------
 // Heads of an L2 swizzle group: their keys and values take at most 32 MiB of the L2 cache's 50 MB.
-inline int swizzle_group_heads(const ForwardProblem& p) {
+inline int swizzle_group_heads(const ForwardProblem& p, int tile_rows, int multiprocessors) {
   constexpr int64_t kCacheBytes = int64_t{32} << 20;
   const int64_t group = p.heads / p.kv_heads;
   const int64_t keys = p.packing.query_offsets ? p.packing.max_keys : p.keys;
   const int64_t head_bytes =
       std::max<int64_t>(1, int64_t{2} * keys * (p.head_dim + p.value_dim) / group);
+  int64_t most = kCacheBytes / head_bytes;
+#ifdef FASTATTN_TRIAL_FWD_SWIZZLE
+  // The first thread blocks load keys and values of all heads of a group: no more heads than fill
+  // two waves of tiles.
+  const int queries = p.packing.query_offsets ? p.packing.max_queries : p.queries;
+  most = std::min<int64_t>(most, 2 * multiprocessors / larger(ceil_div(queries, tile_rows), 1));
+#endif
   int swizzle_group = 1;
-  while (int64_t{2} * swizzle_group * head_bytes <= kCacheBytes &&
-         swizzle_group < p.batch * p.heads) {
+  while (2 * swizzle_group <= most && swizzle_group < p.batch * p.heads) {
     swizzle_group *= 2;
   }
   return std::min(swizzle_group, p.batch * p.heads);
@@ -204,7 +211,9 @@ const char* attention_fwd_sm90(const ForwardProblem& p, cudaStream_t stream) {
   // An upper bound for packed sequences, each of which may end in a partial tile.
   const int row_tiles =
       (p.queries + Traits::kTileRows - 1) / Traits::kTileRows + p.packing.sequences;
-  args.order = {row_tiles, p.batch * p.heads, Traits::kBounded ? swizzle_group_heads(p) : 1};
+  args.order = {
+      row_tiles, p.batch * p.heads,
+      Traits::kBounded ? swizzle_group_heads(p, Traits::kTileRows, device.multiprocessors) : 1};
   args.tiles = row_tiles * p.batch * p.heads;
   const int blocks = std::min(args.tiles * p.splits.count, device.multiprocessors);
   args.source = {p.counter, blocks};
@@ -214,11 +223,13 @@ const char* attention_fwd_sm90(const ForwardProblem& p, cudaStream_t stream) {
   if (cudaError_t error = cuda::allow_shared_memory(kernel, sizeof(Shared), index, allowed)) {
     return cudaGetErrorString(error);
   }
+#ifndef FASTATTN_TRIAL_FWD_COUNTER
   if (p.counter) {
     if (cudaError_t error = cudaMemsetAsync(p.counter, 0, sizeof(*p.counter), stream)) {
       return cudaGetErrorString(error);
     }
   }
+#endif
   if constexpr (Traits::kDense) {
     if (const char* failure = classify_mask(p.mask, p, p.queries, p.keys, stream)) {
       return failure;
@@ -229,13 +240,27 @@ const char* attention_fwd_sm90(const ForwardProblem& p, cudaStream_t stream) {
       return failure;
     }
   }
+  int units = 0;
   if (drops<Traits>(p.dropout)) {
     const int keys = p.packing.query_offsets ? p.packing.max_keys : p.keys;
-    const int columns = (keys + Traits::kBlock - 1) / Traits::kBlock * Traits::kBlock;
-    if (const char* failure = hash_columns(p.dropout, dropout::units(columns), stream)) {
+    units = dropout::units((keys + Traits::kBlock - 1) / Traits::kBlock * Traits::kBlock);
+  }
+#ifdef FASTATTN_TRIAL_FWD_COUNTER
+  // One launch hashes columns and zeroes the counter, and the kernel begins beside it.
+  if (units > 0 || p.counter) {
+    if (const char* failure = hash_columns(p.dropout, units, stream, p.counter)) {
       return failure;
     }
+    const cudaError_t error =
+        sm90::launch(kernel, blocks, Traits::kThreads, sizeof(Shared), stream, args, true);
+    const char* failure = error ? cudaGetErrorString(error) : nullptr;
+    return failure || p.splits.count == 1 ? failure : combine_splits<kType>(p, stream);
   }
+#else
+  if (const char* failure = hash_columns(p.dropout, units, stream)) {
+    return failure;
+  }
+#endif
   kernel<<<blocks, Traits::kThreads, sizeof(Shared), stream>>>(args);
   if (cudaError_t error = cudaGetLastError()) {
     return cudaGetErrorString(error);

@@ -22,6 +22,9 @@ struct LoadWarp {
   RingPosition<Traits::kStages> stage = {};
 
   __device__ __forceinline__ void run() {
+#ifdef FASTATTN_TRIAL_FWD_COUNTER
+    ptx::griddepcontrol_wait();  // for the counter and column keys
+#endif
     TileQueue::Position position;
     sm90::PackedTileScheduler scheduler = {};
     int number = blockIdx.x;

@@ -113,8 +113,16 @@ inline Tiling forward_tiling(int64_t columns, DType type, bool vectors) {
 }
 inline Tiling backward_tiling(int64_t columns, DType type, DType parameter_type, bool vectors,
                               bool own_dx) {
-  return tiling_of(columns, vectors ? vector_width(type) : 1,
-                   backward_values(type, parameter_type, vectors, own_dx, columns));
+  Tiling tiling = tiling_of(columns, vectors ? vector_width(type) : 1,
+                            backward_values(type, parameter_type, vectors, own_dx, columns));
+#ifdef FASTATTN_TRIAL_NORM_ROWS
+  // Thread blocks of more rows write fewer lines of partial sums (132 on an H200, not 1,056).
+  constexpr int kMinColumns = 512, kMaxTogether = 1024;
+  if (vectors && kMinColumns <= columns && columns <= kMaxTogether) {
+    tiling.rows = kMaxThreads / tiling.threads;
+  }
+#endif
+  return tiling;
 }
 // Whether a warp has several rows, in vectors.
 FASTATTN_PURE bool is_short(const Tiling& tiling) {

@@ -10,6 +10,9 @@
 
 #include "common/dropout.h"
 #include "layer_norm/norm_cuda.h"
+#ifdef FASTATTN_TRIAL_NORM_ROWS
+#include "sm90/ptx/warp.cuh"  // bar_sync, which every GPU has
+#endif
 
 namespace fastattn::norm {
 
@@ -170,10 +173,16 @@ __device__ __forceinline__ void store(T* to, const Vector<T, kWidth>& vector) {
 // Which thread of which row of its block this is.
 struct RowThread {
   int row, lane;
+#ifdef FASTATTN_TRIAL_NORM_ROWS
+  __device__ __forceinline__ explicit RowThread(const Tiling& tiling)
+      : row(tiling.rows > 1 ? static_cast<int>(threadIdx.x) / tiling.threads : 0),
+#else
   // The divisor is a constant: all thread blocks of several rows have the same number of threads.
   __device__ __forceinline__ explicit RowThread(const Tiling& tiling)
       : row(tiling.rows > 1 ? static_cast<int>(threadIdx.x) * tiling.rows / kShortThreads : 0),
-        lane(static_cast<int>(threadIdx.x) & (tiling.threads - 1)) {}
+#endif
+        lane(static_cast<int>(threadIdx.x) & (tiling.threads - 1)) {
+  }
 };
 
 // The columns of a thread in a part of a row: vector i begins at first + i * step, if that is
@@ -259,10 +268,17 @@ class RowSum {
         shared[buffer_][threadIdx.x / kWarp][i] = sums[i];
       }
     }
+#ifdef FASTATTN_TRIAL_NORM_ROWS
+    // A block may have several such rows, each with a barrier of its own; 0 is __syncthreads.
+    const int row = static_cast<int>(threadIdx.x) / threads_, first_warp = row * warps;
+    sm90::ptx::bar_sync(1 + row, threads_);
+#else
+    constexpr int first_warp = 0;
     __syncthreads();
+#endif
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      sums[i] = shared[buffer_][threadIdx.x & (warps - 1)][i];
+      sums[i] = shared[buffer_][first_warp + (threadIdx.x & (warps - 1))][i];
     }
     add_lanes(sums, warps);
     buffer_ ^= 1;

@@ -22,7 +22,9 @@ const char* norm_bwd(const BackwardProblem& problem, cuda::Stream) {
 
 #define CUDA CPU
 #define is_cuda is_cpu
+#ifndef fastattn_cuda  // builds in one process have different namespaces
 #define fastattn_cuda fastattn_cuda_on_host
+#endif
 #include "layer_norm/binding_cuda.cpp"
 
 #define ENTRY extern "C" __attribute__((visibility("default")))

@@ -37,12 +37,14 @@ def index_of(name: str) -> int:
     return list(NAMES).index(name)
 
 
-def machine(name: str, **options: Any) -> Machine:
+def machine(name: str, defines: Sequence[str] = (), **options: Any) -> Machine:
     """The kernels for rows of a type, such as kBFloat16."""
-    return build(TESTS / "norms.cpp", [f"ONLY_TYPE={name}"], **options)
+    return build(TESTS / "norms.cpp", [f"ONLY_TYPE={name}", *defines], **options)
 
 
-def use(patch: pytest.MonkeyPatch, launch: Launch, multiprocessors: int = 1) -> None:
+def use(
+    patch: pytest.MonkeyPatch, launch: Launch, multiprocessors: int = 1, host: HostLibrary = HOST
+) -> None:
     """From then on `launch` runs what the backend launches. One multiprocessor: thread blocks
     compute several rows.
     """
@@ -50,7 +52,7 @@ def use(patch: pytest.MonkeyPatch, launch: Launch, multiprocessors: int = 1) -> 
     def run(op: str, problem: int, dtype: int, parameter_dtype: int) -> str | None:
         return launch(op, problem, DTYPES[dtype], DTYPES[parameter_dtype])
 
-    HOST.use(patch, run)
+    host.use(patch, run)
     patch.setattr(_env, "multiprocessors", lambda *device: multiprocessors)
 
 

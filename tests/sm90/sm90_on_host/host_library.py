@@ -2,7 +2,8 @@
 
 import ctypes
 import functools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -22,11 +23,20 @@ class HostLibrary:
     calls a launcher with a name, the address of a problem, and `codes` integers of the instance.
 
     Schemas, the conversion of arguments and the workspace are those of the backend's own library;
-    sections of the workspace end before inaccessible pages.
+    sections of the workspace end before inaccessible pages. defines: macros of another build, whose
+    namespace differs.
     """
 
-    def __init__(self, source: Path, backend: ModuleType, namespace: str, codes: int) -> None:
+    def __init__(
+        self,
+        source: Path,
+        backend: ModuleType,
+        namespace: str,
+        codes: int,
+        defines: Sequence[str] = (),
+    ) -> None:
         self.source, self.backend, self.namespace = source, backend, namespace
+        self.defines = [f"-D{define}" for define in defines]
         self.launcher_type = ctypes.CFUNCTYPE(
             ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p, *codes * [ctypes.c_int]
         )
@@ -37,7 +47,7 @@ class HostLibrary:
         own = Path(torch.__file__).parent
         includes = [f"-I{HERE}", f"-I{CSRC}", "-isystem", own / "include", "-isystem", CUDA]
         links = [f"-L{own / 'lib'}", "-ltorch_cpu", "-lc10"]
-        defines = ["-DTORCH_TARGET_VERSION=0x020b000000000000"]
+        defines = ["-DTORCH_TARGET_VERSION=0x020b000000000000", *self.defines]
         flags = ["-O1", "-g1", "-w", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-gnu-unique"]
         name = f"{self.source.stem}.so"
 
@@ -46,7 +56,8 @@ class HostLibrary:
 
         inputs = [compiler(), flags, defines, own, torch.__version__]
         inputs += included(self.source, [HERE, CSRC]).values()
-        path = made_once(self.source.stem, inputs, make) / name
+        made = "_".join([self.source.stem, *(re.sub(r"\W", "_", d) for d in self.defines)])
+        path = made_once(made, inputs, make) / name
         torch.ops.load_library(str(path))
         return ctypes.CDLL(str(path))
 

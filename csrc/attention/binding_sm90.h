@@ -336,6 +336,7 @@ int64_t launch(Problem& problem, Variant variant, const Tensor& q,
   } else if (layout.bytes() > 0) {
     return layout.bytes();
   }
+  const DeviceGuard guard(q.get_device_index());
   cuda::Stream stream = nullptr;
   STD_TORCH_CHECK(cuda::current_stream(q.get_device_index(), &stream),
                   "this torch has no CUDA streams");

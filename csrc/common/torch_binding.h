@@ -30,6 +30,7 @@ namespace fastattn {
 
 }  // namespace fastattn
 
+#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -45,6 +46,9 @@ namespace fastattn {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+// Kernels run on the current device, which may be another one than the tensors' in raw calls of a
+// library's op.
+using torch::stable::accelerator::DeviceGuard;
 
 inline DType dtype_of(const Tensor& tensor, const char* name) {
   switch (tensor.scalar_type()) {

@@ -189,6 +189,7 @@ int64_t ffn_fwd(Tensor x, Tensor w1, std::optional<Tensor> b1, Tensor w2, std::o
                 double output_dropout_p, std::optional<Tensor> dropout_seed, int64_t dropout_stream,
                 Tensor y, Tensor hidden, std::optional<Tensor> workspace) {
   const Call call = call_of(x, w1, w2, activation);
+  const DeviceGuard guard(call.device);
   const Sizes& s = call.sizes;
   const Memory<ForwardWorkspace, bool> memory(call, call.saves_activation, workspace);
   if (memory.size > 0) {
@@ -230,6 +231,7 @@ int64_t ffn_bwd(Tensor dy, Tensor x, Tensor w1, Tensor w2, Tensor hidden, std::s
                 int64_t dropout_stream, Tensor dx, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2,
                 std::optional<Tensor> workspace) {
   const Call call = call_of(x, w1, w2, activation);
+  const DeviceGuard guard(call.device);
   const Sizes& s = call.sizes;
   void* to_x = vector_of(dx, "dx", call, int64_t{1} * s.rows * s.D);
   void* to_w1 = vector_of(dw1, "dw1", call, int64_t{1} * s.W * s.D);

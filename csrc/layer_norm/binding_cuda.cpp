@@ -110,6 +110,7 @@ const char* of_parameters(DType parameter_type, Of of) {
 }
 template <class Problem, class Of>
 void launch(const Problem& p, const Tensor& z, Of of) {
+  const DeviceGuard guard(z.get_device_index());
   cuda::Stream stream = nullptr;
   STD_TORCH_CHECK(cuda::current_stream(z.get_device_index(), &stream),
                   "this torch has no CUDA streams");

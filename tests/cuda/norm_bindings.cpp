@@ -11,17 +11,22 @@ Launcher launcher = nullptr;
 
 template <DType kType, DType kParameterType>
 const char* norm_fwd(const ForwardProblem& problem, cuda::Stream) {
-  return launcher("norm_fwd", &problem, static_cast<int>(kType), static_cast<int>(kParameterType));
+  return device_guards ? launcher("norm_fwd", &problem, static_cast<int>(kType),
+                                  static_cast<int>(kParameterType))
+                       : kUnguarded;
 }
 template <DType kType, DType kParameterType>
 const char* norm_bwd(const BackwardProblem& problem, cuda::Stream) {
-  return launcher("norm_bwd", &problem, static_cast<int>(kType), static_cast<int>(kParameterType));
+  return device_guards ? launcher("norm_bwd", &problem, static_cast<int>(kType),
+                                  static_cast<int>(kParameterType))
+                       : kUnguarded;
 }
 
 }  // namespace fastattn::norm
 
 #define CUDA CPU
 #define is_cuda is_cpu
+#define DeviceGuard CountedGuard
 #ifndef fastattn_cuda  // builds in one process have different namespaces
 #define fastattn_cuda fastattn_cuda_on_host
 #endif

@@ -12,6 +12,7 @@ void primitive(std::string name, Tensor a, Tensor b, Tensor state, Tensor out) {
   for (const Tensor* x : {&a, &b, &state, &out}) {
     STD_TORCH_CHECK(x->is_cuda() && x->is_contiguous(), "tensors must be contiguous, on a GPU");
   }
+  const DeviceGuard guard(a.get_device_index());
   cuda::Stream stream = nullptr;
   STD_TORCH_CHECK(cuda::current_stream(a.get_device_index(), &stream), "torch has no CUDA stream");
   const char* failure = run_primitive(name.c_str(), a.data_ptr(), b.data_ptr(),

@@ -15,13 +15,15 @@ ForwardPlan given_plan = {};
 
 template <DType kType, int kHeadDim, Variant kVariant>
 const char* attention_fwd_sm90(const ForwardProblem& problem, cuda::Stream) {
-  return launcher("attention_fwd", &problem, static_cast<int>(kType), kHeadDim,
-                  static_cast<int>(kVariant));
+  return device_guards ? launcher("attention_fwd", &problem, static_cast<int>(kType), kHeadDim,
+                                  static_cast<int>(kVariant))
+                       : kUnguarded;
 }
 template <DType kType, int kHeadDim, Variant kVariant>
 const char* attention_bwd_sm90(const BackwardProblem& problem, cuda::Stream) {
-  return launcher("attention_bwd", &problem, static_cast<int>(kType), kHeadDim,
-                  static_cast<int>(kVariant));
+  return device_guards ? launcher("attention_bwd", &problem, static_cast<int>(kType), kHeadDim,
+                                  static_cast<int>(kVariant))
+                       : kUnguarded;
 }
 
 inline ForwardPlan plan_or_given(const ForwardProblem& problem, Variant variant, int num_sms) {
@@ -32,7 +34,10 @@ inline ForwardPlan plan_or_given(const ForwardProblem& problem, Variant variant,
 
 #define CUDA CPU
 #define is_cuda is_cpu
+#define DeviceGuard CountedGuard
+#ifndef fastattn_sm90  // builds in one process have different namespaces
 #define fastattn_sm90 fastattn_sm90_on_host
+#endif
 #define plan_forward plan_or_given
 #include "attention/binding_bwd_sm90.cpp"
 #include "attention/binding_fwd_sm90.cpp"

@@ -11,19 +11,25 @@ Launcher launcher = nullptr;
 
 template <DType kType, Step kStep>
 const char* ffn_product_sm90(const Product& problem, cuda::Stream) {
-  return launcher("ffn_product", &problem, static_cast<int>(kType), static_cast<int>(kStep));
+  return device_guards
+             ? launcher("ffn_product", &problem, static_cast<int>(kType), static_cast<int>(kStep))
+             : kUnguarded;
 }
 const char* drop_gradient(const DropGradient& problem, cuda::Stream) {
-  return launcher("ffn_drop_gradient", &problem, static_cast<int>(problem.dtype), -1);
+  return device_guards
+             ? launcher("ffn_drop_gradient", &problem, static_cast<int>(problem.dtype), -1)
+             : kUnguarded;
 }
 const char* sum_columns(const SumColumns& problem, cuda::Stream) {
-  return launcher("ffn_sum_columns", &problem, static_cast<int>(problem.dtype), -1);
+  return device_guards ? launcher("ffn_sum_columns", &problem, static_cast<int>(problem.dtype), -1)
+                       : kUnguarded;
 }
 
 }  // namespace fastattn::ffn
 
 #define CUDA CPU
 #define is_cuda is_cpu
+#define DeviceGuard CountedGuard
 #define fastattn_sm90 fastattn_sm90_on_host
 #include "ffn/binding_sm90.cpp"
 

@@ -242,12 +242,10 @@ const char* attention_fwd_sm90(const ForwardProblem& problem, cuda::Stream strea
 template <DType kType>
 const char* combine_splits(const ForwardProblem& problem, cuda::Stream stream);
 
-// Rows and keys of a block, by the larger head dim rounded up to the instance's.
-FASTATTN_PURE int backward_rows(int head_dim, bool modifies_scores = false) {
-  return head_dim <= 64    ? 128
-         : head_dim <= 128 ? (modifies_scores ? 64 : 80)
-         : head_dim <= 192 ? 96
-                           : 64;
+// Rows and keys of a block, by the larger head dim rounded up to the instance's. is_short: with
+// score modifications, or by has_short_blocks.
+FASTATTN_PURE int backward_rows(int head_dim, bool is_short = false) {
+  return head_dim <= 64 ? 128 : head_dim <= 128 ? (is_short ? 64 : 80) : head_dim <= 192 ? 96 : 64;
 }
 FASTATTN_PURE int backward_keys(int head_dim) {
   return head_dim <= 128 ? 128 : 64;
@@ -310,6 +308,21 @@ struct BackwardProblem : Problem {
   int* counter;         // one
   float* sink_terms;    // what each row adds to dsinks
 };
+
+// FASTATTN_TRIALS=bwd_rows: whether a problem of head dim 128 has 64 rows in a block, not 80. Under
+// a causal mask the blocks at the diagonal and the last one waste fewer rows, at few keys more than
+// the longer loop costs.
+inline bool has_short_blocks([[maybe_unused]] const BackwardProblem& p) {
+#ifdef FASTATTN_TRIAL_BWD_ROWS
+  constexpr int kMaxShortKeys = 2048;
+  const int dim = larger(p.head_dim, p.value_dim);
+  const int keys = p.packing.query_offsets ? p.packing.max_keys : p.keys;
+  return 64 < dim && dim <= 128 && p.bounds.right == 0 && keys <= kMaxShortKeys &&
+         !p.dropout.seed && !p.mask.data && !p.modifications.any();
+#else
+  return false;
+#endif
+}
 
 // Computes dq, dk and dv on the current device. Returns nullptr or an error message. Instances:
 // 16-bit types, the forward's head dims and all its variants but kFull, kSinks and those of pages.

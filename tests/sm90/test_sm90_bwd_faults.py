@@ -212,7 +212,8 @@ def test_scores_released_too_early(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def _examine(patch: pytest.MonkeyPatch, injector: OpInjector, sample: Sample) -> None:
-    bindings.use(patch, lambda op, problem, _: injector.call(op, ctypes.c_void_p(problem)))
+    host = injector.host
+    bindings.use(patch, lambda op, problem, _: injector.call(op, ctypes.c_void_p(problem)), host)
     if "fetched" in sample.name:  # not copied to where TMA can read it
         patch.setattr(sm90, "as_readable", lambda mask: mask)
     patch.setitem(

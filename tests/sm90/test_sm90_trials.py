@@ -2,14 +2,47 @@
 faults in what is new are detected. Those of `ffn_loop` are in test_sm90_ffn.py.
 """
 
+import ctypes
+import re
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import test_cuda_sources as sources
+import test_sm90_bwd_faults as bwd_faults
+import test_sm90_bwd_on_host as backward
+import test_sm90_ffn as ffn
 import test_sm90_on_host as forward
+import torch
 from native_build import build_script
-from sm90_on_host.build import FAULTS, MUTATION, Machine, Mutation, Place, build, missing
+from sm90_on_host import bindings, ffn_bindings
+from sm90_on_host.backward_faults import BY_LAYOUT, harmless_of
+from sm90_on_host.build import (
+    FAULTS,
+    HERE,
+    MUTATION,
+    RANDOM,
+    Machine,
+    Mutation,
+    Place,
+    build,
+    missing,
+)
+from sm90_on_host.fault_injector import OpInjector, _lines
+from sm90_on_host.host_library import HostLibrary
+from sm90_plans.backward import CONFIGS, Config
 from test_sm90_faults import Forward
+from torch import Tensor
+
+from fastattn.ops._op import OPS, Op
+from fastattn.ops.attention import sm90
+from fastattn.testing.oracle import Oracle, run_op
+from fastattn.testing.poison import poisoned_results
+from fastattn.testing.properties import deterministic_algorithms
+from fastattn.testing.spec import OpSpec, Sample
 
 TESTS = Path(__file__).resolve().parent
 pytestmark = pytest.mark.slow
@@ -66,3 +99,108 @@ def test_swizzle_group() -> None:
 
 def _today(defines: list[str]) -> Machine:
     return build(TESTS / "sm90_attention.cpp", defines)
+
+
+# -- the backward: blocks of 64 rows, and a limit of the waits for dQ -----------------------------
+_BACKWARD = partial(
+    machine_of,
+    "sm90_attention_bwd.cpp",
+    "bwd_rows,dq_limit",
+    ["ONLY_HEAD_DIM=128", "ONLY_VARIANT=kBounded"],
+)
+# The workspace has as many rows as the kernel.
+_SHORT = HostLibrary(
+    HERE / "bindings.cpp", sm90, "fastattn_sm90_short", codes=3,
+    defines=["fastattn_sm90=fastattn_sm90_short", "FASTATTN_TRIAL_BWD_ROWS"],
+)  # fmt: skip
+_LIMIT = Mutation(
+    "attention/sm90/backward/main/dq.cuh", "++polls == kMaxPolls", "++polls == kMaxPolls >> 27"
+)
+
+
+def _gradients(
+    monkeypatch: pytest.MonkeyPatch, machine: Machine, spec: OpSpec, sample: Sample
+) -> None:
+    with monkeypatch.context() as patch, deterministic_algorithms():
+        bindings.use(
+            patch, lambda op, problem, _: machine.call(op, ctypes.c_void_p(problem)), _SHORT
+        )
+        launchers = OPS["attention_bwd"]._launchers
+        launch = partial(backward._launch, OPS["attention_bwd"])
+        backward._compare(
+            lambda: patch.setitem(launchers, "reference", launch), spec, sample, torch.bfloat16
+        )
+
+
+@pytest.mark.parametrize("name", ["causal_gqa_128", "lengths_128", "packed_causal_128"])
+def test_backward(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Causal ones have blocks of 64 rows, the others of 80."""
+    spec, sample = next((spec, s) for spec, s in backward.CASES if s.name == name)
+    _gradients(monkeypatch, _BACKWARD((_LIMIT,)), spec, sample)
+
+
+def test_waits_for_dq_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch that polls more often than the limit ends with an error."""
+    # Four blocks of keys, which run at the same time.
+    sample = backward._sample("limit", B=1, H=1, M=64, N=500, D=128, causal="bottom_right")
+    _gradients(monkeypatch, machine := _BACKWARD((_LIMIT,)), backward.SPEC, sample)
+    machine.inject(Place(MUTATION, 0, 1))
+    with pytest.raises(RuntimeError, match="there is no memory"):
+        _gradients(monkeypatch, machine, backward.SPEC, sample)
+
+
+@pytest.mark.long
+def test_faults_of_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As test_sm90_bwd_faults.py, with causal samples; without mutations: blocks of 80 rows have
+    the same source.
+    """
+    made = bwd_faults._sample
+
+    def causal(name: str, gradients: str = "q k v", **options: object) -> Sample:
+        if isinstance(window := options.get("window"), tuple):
+            options["window"] = (window[0], 0)
+        return made(name, gradients, **{"causal": "bottom_right"} | options)
+
+    monkeypatch.setattr(bwd_faults, "_sample", causal)
+    monkeypatch.setitem(CONFIGS, 128, Config(64, 128))
+    injector = OpInjector(_SHORT, backward.run_simulated, _BACKWARD(), later=(RANDOM,))
+    for sample in bwd_faults._samples("128 kBounded"):
+        with monkeypatch.context() as patch:
+            bwd_faults._examine(patch, injector, sample)
+    assert len(injector.detected) > 100
+    assert not injector.undetected((*harmless_of("128 kBounded"), *BY_LAYOUT))
+
+
+# -- compiler output -------------------------------------------------------------------------------
+_COMPILED = {
+    "attention_fwd_sm90_bf16_d64_bounded": "fwd_counter",
+    "attention_fwd_sm90_bf16_d128_dropout": "fwd_counter",
+    "attention_bwd_sm90_bf16_d128_bounded": "bwd_rows,dq_limit",
+}
+
+
+@pytest.mark.parametrize("name", _COMPILED)
+def test_instance(monkeypatch: pytest.MonkeyPatch, name: str, tmp_path: Path) -> None:
+    """What test_cuda_sources.py checks of today's forms."""
+    today = sources._compile
+
+    def compiled(source: str, folder: Path, *_: object) -> tuple[str, dict[str, list[str]]]:
+        return today(source, folder, name, _COMPILED[name])
+
+    def of_64_rows(*arguments: Any) -> tuple[str, dict[str, list[str]]]:
+        """The kernels whose last template argument is true."""
+        log, kernels = compiled(*arguments)
+        first, *parts = re.split(r"(?=ptxas info +: Compiling entry function)", log)
+        own = "".join(part for part in parts if "ELb1EE" in part.partition(" for ")[0])
+        return first + own, {k: sass for k, sass in kernels.items() if "ELb1EE" in k}
+
+    is_backward = name.startswith("attention_bwd")
+    monkeypatch.setattr(sources, "_compile", of_64_rows if is_backward else compiled)
+    if is_backward:
+        config = replace(sources.BACKWARD_CONFIGS[128], rows=64)
+        monkeypatch.setitem(sources.BACKWARD_CONFIGS, 128, config)
+        sources.test_backward_instance(name, tmp_path)
+    elif name.startswith("attention"):
+        sources.test_instance(name, tmp_path)
+    else:
+        sources.test_ffn_instance(name, None, tmp_path)

@@ -36,13 +36,13 @@ class Instance:
 Launch = Callable[[str, int, Instance], str | None]
 
 
-def use(patch: pytest.MonkeyPatch, launch: Launch) -> None:
+def use(patch: pytest.MonkeyPatch, launch: Launch, host: HostLibrary = HOST) -> None:
     """From then on `launch` runs what the backend sm90 launches."""
 
     def run(op: str, problem: int, dtype: int, head_dim: int, variant: int) -> str | None:
         return launch(op, problem, Instance(DTYPES[dtype], head_dim, VARIANTS[variant]))
 
-    HOST.use(patch, run)
+    host.use(patch, run)
 
 
 @dataclass(frozen=True)

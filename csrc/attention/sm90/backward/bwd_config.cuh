@@ -31,12 +31,12 @@ struct BackwardConfig {
   int producer_registers, consumer_registers;
 };
 
-constexpr BackwardConfig backward_config(int head_dim, Variant variant) {
+constexpr BackwardConfig backward_config(int head_dim, Variant variant, bool is_short) {
   switch (head_dim) {
     case 64:  // 499 TFLOP/s; with 232 registers lse could not be read early
       return {2, 128, 2, Split::kKeysAndRows, 24, 240};
     case 128:
-      if (modifies_scores(variant)) {  // 80 rows would spill up to 76 bytes
+      if (is_short) {  // with score modifications, 80 rows would spill up to 76 bytes
         return {2, 64, 2, Split::kKeysAndColumns, 24, 240};
       }
       // 597 TFLOP/s; 232 registers would serialise wgmma
@@ -51,7 +51,7 @@ constexpr BackwardConfig backward_config(int head_dim, Variant variant) {
   return {};
 }
 
-template <class ElementType, int kDim, Variant kVariant>
+template <class ElementType, int kDim, Variant kVariant, bool kShort = false>
 struct BackwardTraits {
   using Element = ElementType;
   static constexpr bool kChoosesDropout = modifies_scores(kVariant);
@@ -59,7 +59,7 @@ struct BackwardTraits {
   static constexpr bool kBias = is_additive(kVariant);
   static constexpr bool kDense = is_dense(kVariant);
   static constexpr bool kScores = modifies_scores(kVariant);
-  static constexpr BackwardConfig kConfig = backward_config(kDim, kVariant);
+  static constexpr BackwardConfig kConfig = backward_config(kDim, kVariant, kScores || kShort);
   static constexpr int kHeadDim = kDim;
   static constexpr int kGroups = kConfig.groups;
   static constexpr int kRows = kConfig.rows;
@@ -88,7 +88,7 @@ struct BackwardTraits {
   using KeyTile = SharedTile<Element, kKeys, kColumns>;
   using ScoreTile = SharedTile<Element, kRows, kKeys>;
 
-  static_assert(kRows == backward_rows(kDim, kScores) && kKeys == backward_keys(kDim));
+  static_assert(kRows == backward_rows(kDim, kScores || kShort) && kKeys == backward_keys(kDim));
   static_assert(kRows % kMmaK == 0, "dV and dK take 16 rows at a time");
   static_assert(kHeadDim % kMmaK == 0, "K Q^T and V dO^T take 16 columns at a time");
   static_assert(kScoreRows % kMmaK == 0, "matrices are stored 16 rows at a time");

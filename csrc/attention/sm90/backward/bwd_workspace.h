@@ -34,7 +34,7 @@ inline int dmask_splits(const BackwardProblem& p, int num_sms) {
 inline void lay_out(BackwardProblem& p, bool in_order, int num_sms, WorkspaceLayout& workspace) {
   constexpr int kChunkColumns = 64, kMaxGroups = 3;
   const int dim = larger(p.head_dim, p.value_dim);
-  const int block_rows = backward_rows(dim, p.modifications.any());
+  const int block_rows = backward_rows(dim, p.modifications.any() || has_short_blocks(p));
   const int64_t blocks =
       int64_t{1} * p.batch * p.heads * blocks_of(p.packing, p.queries, block_rows);
   const int64_t rows = blocks * block_rows;

@@ -162,9 +162,9 @@ bool set_arguments(BackwardArguments& args, const BackwardProblem& p, CUtensorMa
   return true;
 }
 
-template <DType kType, int kHeadDim, Variant kVariant>
-const char* attention_bwd_sm90(const BackwardProblem& p, cudaStream_t stream) {
-  using Traits = BackwardTraits<typename TypeOf<kType>::Element, kHeadDim, kVariant>;
+template <DType kType, int kHeadDim, Variant kVariant, bool kShort = false>
+const char* launch_backward(const BackwardProblem& p, cudaStream_t stream) {
+  using Traits = BackwardTraits<typename TypeOf<kType>::Element, kHeadDim, kVariant, kShort>;
   using Shared = BackwardStorage<Traits>;
   static_assert(sizeof(Shared) <= kMaxSharedBytes);
 
@@ -222,6 +222,18 @@ const char* attention_bwd_sm90(const BackwardProblem& p, cudaStream_t stream) {
     }
   }
   return failure;
+}
+
+template <DType kType, int kHeadDim, Variant kVariant>
+const char* attention_bwd_sm90(const BackwardProblem& p, cudaStream_t stream) {
+#ifdef FASTATTN_TRIAL_BWD_ROWS
+  if constexpr (kHeadDim == 128 && kVariant == Variant::kBounded) {
+    if (has_short_blocks(p)) {
+      return launch_backward<kType, kHeadDim, kVariant, true>(p, stream);
+    }
+  }
+#endif
+  return launch_backward<kType, kHeadDim, kVariant>(p, stream);
 }
 
 }  // namespace fastattn::attention

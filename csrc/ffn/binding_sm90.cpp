@@ -164,8 +164,8 @@ void check(const char* failure) {
 
 template <Step kStep>
 void multiply(const Call& call, const Matrix& a, const Matrix& b, const Epilogue& epilogue,
-              int parts = 1) {
-  const Product product = {call.type, a, b, epilogue, parts};
+              int parts = 1, bool independent = false) {
+  const Product product = {call.type, a, b, epilogue, parts, independent};
   check(call.type == DType::kBFloat16
             ? ffn_product_sm90<DType::kBFloat16, kStep>(product, call.stream)
             : ffn_product_sm90<DType::kFloat16, kStep>(product, call.stream));
@@ -173,11 +173,11 @@ void multiply(const Call& call, const Matrix& a, const Matrix& b, const Epilogue
 
 // The gradient of a weight. workspace: of the parts, if there are more than one.
 void multiply_dw(const Call& call, const Matrix& a, const Matrix& b, void* out, int parts,
-                 float* workspace) {
+                 float* workspace, bool independent) {
   Epilogue epilogue;
   epilogue.out_is_float = parts > 1;
   epilogue.out = parts > 1 ? workspace : out;
-  multiply<Step::kDw>(call, a, b, epilogue, parts);
+  multiply<Step::kDw>(call, a, b, epilogue, parts, independent);
   if (parts > 1) {
     check(sum_columns({call.type, workspace, out, parts, a.columns * b.columns}, call.stream));
   }
@@ -294,16 +294,18 @@ int64_t ffn_bwd(Tensor dy, Tensor x, Tensor w1, Tensor w2, Tensor hidden, std::s
   const Matrix dpre = {at.dpre, s.rows, s.W, s.W};
   if (to_w2) {
     const Matrix activated = {call.saves_activation ? saved : at.activated, s.rows, s.F, s.F};
-    multiply_dw(call, gradient, activated, to_w2, plan.parts_of_dw2, at.parts);
+    multiply_dw(call, gradient, activated, to_w2, plan.parts_of_dw2, at.parts, false);
   }
+  // The products that follow another one of these three need nothing of it.
   if (to_w1) {
     multiply_dw(call, dpre, matrix_of(x, "x", call, s.rows, s.D), to_w1, plan.parts_of_dw1,
-                at.parts);
+                at.parts, to_w2);
   }
   if (to_x) {
     Epilogue epilogue;
     epilogue.out = to_x;
-    multiply<Step::kDx>(call, dpre, matrix_of(w1, "w1", call, s.W, s.D), epilogue);
+    multiply<Step::kDx>(call, dpre, matrix_of(w1, "w1", call, s.W, s.D), epilogue, 1,
+                        to_w1 || to_w2);
   }
   return 0;
 }

@@ -171,11 +171,65 @@ def test_faults_of_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not injector.undetected((*harmless_of("128 kBounded"), *BY_LAYOUT))
 
 
+# -- products of ffn as dependent launches ---------------------------------------------------------
+_FFN = partial(machine_of, "sm90_ffn.cpp", "ffn_dependent", ["ONLY_DTYPE=kBFloat16"])
+_SIZES: dict[str, Any] = {"rows": (140,), "D": 72, "hidden": 136, "out": 72}
+_FFN_SAMPLES = (
+    # No sums of columns between the products.
+    ffn._sample("all", **_SIZES, bias=False, activation="gelu"),
+    replace(ffn._sample("dx", **_SIZES, bias=False), gradients=("x",)),
+    ffn._sample("sums", **_SIZES, dropout_p=0.2, output_dropout_p=0.3, residual="same"),
+)
+
+
+def test_ffn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All products of a call are launched before the simulator runs them, also without the waits
+    for the launch before.
+    """
+    injector = Waits(machine := _FFN())
+
+    def launch(op: str, problem: int, instance: ffn_bindings.Instance) -> str | None:
+        step = [ffn_bindings.STEPS.index(instance.step)] if instance.step else []
+        return machine.call(op, ctypes.c_void_p(problem), *step)
+
+    def launch_all(op: Op, args: Sequence[Any]) -> Sequence[Tensor]:
+        results = ffn._launch(op, args)
+        if message := machine.call("ffn_synchronize"):
+            raise RuntimeError(message)
+        return results
+
+    def run(sample: Sample, oracle: Oracle) -> str | None:
+        """What is wrong with the order of events, or with results."""
+        try:
+            with monkeypatch.context() as patch, poisoned_results():
+                ffn_bindings.use(patch, launch)
+                ffn.replace_reference(patch, launch_all)
+                inputs = sample.inputs("cpu", torch.bfloat16)
+                results = run_op(ffn.SPEC, sample, inputs, "reference")
+        except RuntimeError as error:
+            return str(error)
+        wrong = [name for name, x in results.items() if not oracle.judge(name, x).ok]
+        return f"wrong: {wrong}" if wrong else None
+
+    for sample in _FFN_SAMPLES:
+        oracle = Oracle(ffn.SPEC, sample, torch.bfloat16)
+        assert injector.examine(partial(run, sample, oracle)) is None
+    found: dict[bool, list[bool]] = {False: [], True: []}
+    for (_, where), detected in injector.detected.items():
+        found["independent" in _lines(machine, where)].append(detected)
+    # The first products of a direction, kUp and kDhidden, have nothing to wait for. The waits at
+    # the end of a launch are for later ones, for all of which the simulator waits by itself.
+    assert sorted(found[True]) == [False, False, True, True, True]
+    assert found[False] == [False] * 5
+
+
 # -- compiler output -------------------------------------------------------------------------------
 _COMPILED = {
     "attention_fwd_sm90_bf16_d64_bounded": "fwd_counter",
     "attention_fwd_sm90_bf16_d128_dropout": "fwd_counter",
     "attention_bwd_sm90_bf16_d128_bounded": "bwd_rows,dq_limit",
+    "ffn_product_sm90_bf16_up": "ffn_dependent",
+    "ffn_product_sm90_bf16_dw": "ffn_dependent",
 }
 
 

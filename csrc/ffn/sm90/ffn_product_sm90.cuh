@@ -19,6 +19,7 @@
 #include "common/cuda_launch.cuh"
 #include "ffn/sm90/consumer.cuh"
 #include "ffn/sm90/producer.cuh"
+#include "sm90/ptx/grid.cuh"
 #include "sm90/tile/launch.cuh"
 #include "sm90/tile/tensor_map.cuh"
 
@@ -39,6 +40,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::prefetch_tensormap(&args.b);
   }
   __syncthreads();
+#ifdef FASTATTN_TRIAL_FFN_DEPENDENT
+  // The next product begins on multiprocessors that this one no longer needs.
+  if (!args.independent) {
+    ptx::griddepcontrol_wait();
+  }
+  ptx::griddepcontrol_launch_dependents();
+#endif
 
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
@@ -50,6 +58,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::setmaxnreg_inc<kConsumerRegisters>();
     Consumer<Traits>(shared, args, warpgroup - 1).run();
   }
+#ifdef FASTATTN_TRIAL_FFN_DEPENDENT
+  // Whatever waits for this launch waits for the one before it, too.
+  ptx::griddepcontrol_wait();
+#endif
 }
 
 // -- launcher -------------------------------------------------------------------------------------
@@ -114,14 +126,20 @@ const char* ffn_product_sm90(const Product& p, cuda::Stream stream) {
   args.column_tiles = tiles_of(shape.columns, Traits::kOutColumns);
   args.parts = p.parts;
   args.epilogue = p.epilogue;
+#ifdef FASTATTN_TRIAL_FFN_DEPENDENT
+  args.independent = p.independent;
+  constexpr bool kDependent = true;
+#else
+  constexpr bool kDependent = false;
+#endif
   const int blocks =
       std::min(args.row_tiles * args.column_tiles * args.parts, device.multiprocessors);
 
   static std::atomic<uint64_t> allowed{0};
   const auto kernel = ffn_product_kernel<Traits>;
   cudaError_t error = cuda::allow_shared_memory(kernel, sizeof(Shared), index, allowed);
-  error =
-      error ? error : sm90::launch(kernel, blocks, kThreads, sizeof(Shared), stream, args, false);
+  error = error ? error
+                : sm90::launch(kernel, blocks, kThreads, sizeof(Shared), stream, args, kDependent);
   return error ? cudaGetErrorString(error) : nullptr;
 }
 

@@ -68,6 +68,9 @@ struct Product {
   Matrix a, b;
   Epilogue epilogue;
   int parts = 1;  // of kDw: out is fp32 [parts][rows of the result][columns] if there are more
+  // FASTATTN_TRIALS=ffn_dependent: whether the product reads nothing that the launch before it
+  // writes and writes nothing that it accesses, so that the two may run at the same time.
+  bool independent = false;
 };
 
 // The sizes of a product's result (of `a` and not of hidden, for the gated steps) and of its sums.

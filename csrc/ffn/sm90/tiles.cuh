@@ -14,6 +14,9 @@ struct ProductArguments {
   int rows, columns, steps;  // steps: of 64 of the summed dimension, in each part of a tile
   int row_tiles, column_tiles, parts;
   Epilogue epilogue;
+#ifdef FASTATTN_TRIAL_FFN_DEPENDENT
+  bool independent;
+#endif
 };
 
 __device__ __forceinline__ int tile_count(const ProductArguments& args) {

@@ -101,6 +101,50 @@ def _today(defines: list[str]) -> Machine:
     return build(TESTS / "sm90_attention.cpp", defines)
 
 
+# -- the forward's blocks at the diagonal ----------------------------------------------------------
+_DIAGONAL = partial(machine_of, "sm90_attention.cpp", "fwd_diagonal")
+_HALF = "end <= n * Traits::kBlock + Traits::kBlock / 2"
+_DIAGONAL_MUTATIONS = (
+    Mutation("attention/sm90/forward/fwd_blocks.cuh", _HALF, _HALF.replace(" / 2", "")),
+    Mutation(
+        "attention/sm90/masks/mask.cuh",
+        "keys_of_row(last_row, bounds, keys).begin > first_key",
+        "false",
+    ),
+    Mutation(
+        "attention/sm90/masks/mask.cuh",
+        "upper_row - thread.lane / 4 + sm90::kWarpRows - 1",
+        "upper_row - 2 * sm90::kWarpRows",
+    ),
+)
+_CUT = (
+    "64 causal", "128 window", "128 packed window", "128 causal splits", "128 own diagonals, window"
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _CUT)
+def test_diagonal(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    machine = _DIAGONAL(forward.defines(forward.CASES[name].instance))
+    forward.test_forward(lambda _: machine, monkeypatch, name)
+
+
+def test_faults_at_the_diagonal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutations of what is new: some case has wrong results with each."""
+    instance = forward.CASES["128 window"].instance
+    machine = _DIAGONAL(forward.defines(instance), _DIAGONAL_MUTATIONS)
+    cases = {
+        "causal": forward.Case(128, "kBounded", M=270, N=270, causal=1, H=1, K=1),
+        "window": forward.Case(128, "kBounded", M=270, N=270, causal=1, window=(40, 0), H=1, K=1),
+    }
+    for name, case in cases.items():
+        monkeypatch.setitem(forward.CASES, name, case)
+        forward.test_forward(lambda _: machine, monkeypatch, name)
+    for number, name in enumerate(("causal", "window", "window")):
+        machine.inject(Place(MUTATION, number, 1))
+        with pytest.raises((AssertionError, RuntimeError)):
+            forward.test_forward(lambda _: machine, monkeypatch, name)
+
+
 # -- the backward: blocks of 64 rows, and a limit of the waits for dQ -----------------------------
 _BACKWARD = partial(
     machine_of,
@@ -227,6 +271,7 @@ def test_ffn(monkeypatch: pytest.MonkeyPatch) -> None:
 _COMPILED = {
     "attention_fwd_sm90_bf16_d64_bounded": "fwd_counter",
     "attention_fwd_sm90_bf16_d128_dropout": "fwd_counter",
+    "attention_fwd_sm90_bf16_d64_dropout": "fwd_counter,fwd_diagonal",
     "attention_bwd_sm90_bf16_d128_bounded": "bwd_rows,dq_limit",
     "ffn_product_sm90_bf16_up": "ffn_dependent",
     "ffn_product_sm90_bf16_dw": "ffn_dependent",
@@ -258,3 +303,14 @@ def test_instance(monkeypatch: pytest.MonkeyPatch, name: str, tmp_path: Path) ->
         sources.test_instance(name, tmp_path)
     else:
         sources.test_ffn_instance(name, None, tmp_path)
+
+
+def test_half_of_the_first_scores(tmp_path: Path) -> None:
+    """Q K^T of the first block in two widths: nothing is serialised, and nothing spills."""
+    name = "attention_fwd_sm90_bf16_d128_bounded"
+    log, kernels = sources._compile(sources.FORWARD, tmp_path, name, "fwd_counter,fwd_diagonal")
+    assert not re.findall(r"C75\d\d", log), log
+    assert re.search(r"\b0 bytes spill stores, 0 bytes spill loads", log), log
+    (sass,) = kernels.values()
+    events = "".join(sources._events(sass))
+    assert re.fullmatch("m{8}0m{8}00e*(m{16}1e*0e*){2}m{8}0", events), events

@@ -195,6 +195,14 @@ struct PlannedBlocks {
   // Called when its K has been loaded; its V will be in slot `at`.
   __device__ __forceinline__ void open(RingPosition<Traits::kStages>) {}
   __device__ __forceinline__ bool is_last() const { return n == plan.own.begin; }
+#ifdef FASTATTN_TRIAL_FWD_DIAGONAL
+  // Whether no row of this warpgroup has a key in the upper half of the block.
+  __device__ __forceinline__ bool has_dead_half() const {
+    const int last_row = smaller(state.first_row(tile) + kMmaRows, tile.queries) - 1;
+    const int end = keys_of_row(last_row, bounds_of(state.args, tile), tile.keys).end;
+    return kHasEdges && end <= n * Traits::kBlock + Traits::kBlock / 2;
+  }
+#endif
   // Before masks.
   __device__ __forceinline__ void change(BlockScores<Traits>& s) const {
     change_scores(state, s, tile, n);
@@ -239,6 +247,9 @@ struct ListedBlocks {
     metadata = &metadata_of(state, at);
   }
   __device__ __forceinline__ bool is_last() const { return metadata->next < 0; }
+#ifdef FASTATTN_TRIAL_FWD_DIAGONAL
+  __device__ __forceinline__ bool has_dead_half() const { return false; }
+#endif
   __device__ __forceinline__ void change(BlockScores<Traits>& s) const {
     change_scores(state, s, tile, metadata->block);
   }

@@ -97,6 +97,11 @@ struct ForwardTraits {
   // With bounds, a warpgroup skips blocks that only the other warpgroups need. In ping-pong order,
   // and under a dense mask, all warpgroups process the same blocks.
   static constexpr bool kSkips = kBounded && !kPingPong && !kDense;
+#ifdef FASTATTN_TRIAL_FWD_DIAGONAL
+  // Whether the first block of a tile may be multiplied with the first half of its keys. Other
+  // instances, with dropout or of head dim 64, have too few registers.
+  static constexpr bool kHalves = kVariant == Variant::kBounded && kHeadDim == 128;
+#endif
   static constexpr int kStages = 2;
   // Slots of what is loaded with K and read until P V is issued (block metadata, column keys). The
   // slot of K is released earlier and that of V is filled later, so neither could hold it.

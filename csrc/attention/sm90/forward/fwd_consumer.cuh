@@ -12,7 +12,6 @@ template <class Traits>
 struct Consumer {
   using Element = typename Traits::Element;
   static constexpr int kBlock = Traits::kBlock;
-  using ScoreMma = ptx::Wgmma<kBlock>;
   using OutputMma = ptx::Wgmma<Traits::kHeadDim>;
 
   ForwardPart<Traits> state;
@@ -92,7 +91,23 @@ struct Consumer {
   __device__ __forceinline__ void first_block(Blocks& blocks) {
     await_query();
     await_key();
+#ifdef FASTATTN_TRIAL_FWD_DIAGONAL
+    if constexpr (Traits::kHalves) {
+      if (blocks.has_dead_half()) {  // the mask sets the other half
+        issue_scores<kBlock / 2>();
+        ptx::wgmma_wait_group<0>();  // in both branches, or all products would be serialised
+        ptx::pin(rS);
+      } else {
+        issue_scores();
+        ptx::wgmma_wait_group<0>();
+        ptx::pin(rS);
+      }
+    } else {
+      issue_scores();
+    }
+#else
     issue_scores();
+#endif
     blocks.open(state.value);
     await_scores<0>(blocks.is_last());
     blocks.change(rS);
@@ -133,6 +148,8 @@ struct Consumer {
   }
 
   // -- products -----------------------------------------------------------------------------
+  // Of the first keys of the block.
+  template <int kKeys = kBlock>
   __device__ __forceinline__ void issue_scores() {
     const uint64_t q = sm90::descriptor_at(
         q_base, state.query.index() * Traits::kGroups * Traits::QueryTile::kBytes);
@@ -141,8 +158,9 @@ struct Consumer {
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Traits::kHeadDim / kMmaK; ++step) {
-      ScoreMma::template ss<Element, ptx::kMajorK>(
-          rS, sm90::descriptor_at(q, sm90::k_major_step(step, kMmaRows)),
+      ptx::Wgmma<kKeys>::template ss<Element, ptx::kMajorK>(
+          reinterpret_cast<float (&)[kKeys / 2]>(rS),
+          sm90::descriptor_at(q, sm90::k_major_step(step, kMmaRows)),
           sm90::descriptor_at(k, sm90::k_major_step(step, kBlock)), step > 0);
     }
     ptx::wgmma_commit_group();

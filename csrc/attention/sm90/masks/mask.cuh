@@ -11,7 +11,8 @@ constexpr float kMinusInfinity = -__builtin_huge_valf();
 // Sets the scores of one row (half 0 or 1 of this thread's) at columns outside `allowed` to -inf,
 // whatever they are: dead keys may hold NaN. `allowed` counts from this thread's first column, so
 // that it is compared with constants.
-template <int kCount>
+// kSide: -1 tests the begin of the range alone, 1 the end alone.
+template <int kSide = 0, int kCount>
 __device__ __forceinline__ void mask_row(float (&s)[kCount], int half, Range allowed) {
   constexpr int kGroupColumns = 8, kGroupRegisters = 4;
 #pragma unroll
@@ -19,7 +20,11 @@ __device__ __forceinline__ void mask_row(float (&s)[kCount], int half, Range all
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float& score = s[group * kGroupRegisters + 2 * half + i];
-      score = contains(allowed, group * kGroupColumns + i) ? score : kMinusInfinity;
+      const int column = group * kGroupColumns + i;
+      const bool is_allowed = kSide < 0   ? allowed.begin <= column
+                              : kSide > 0 ? column < allowed.end
+                                          : contains(allowed, column);
+      score = is_allowed ? score : kMinusInfinity;
     }
   }
 }
@@ -31,6 +36,26 @@ __device__ __forceinline__ void mask_block(float (&s)[kCount], int first_key, in
                                            const Bounds& bounds, int keys,
                                            sm90::AccumulatorThread thread) {
   const int origin = first_key + thread.first_column();
+#ifdef FASTATTN_TRIAL_FWD_DIAGONAL
+  // Most blocks are cut on the right alone: by the diagonal, or by the number of keys.
+  if constexpr (kBounded) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      mask_row<1>(s, half,
+                  {0, keys_of_row(upper_row + half * sm90::kRowStep, bounds, keys).end - origin});
+    }
+    const int last_row = upper_row - thread.lane / 4 + sm90::kWarpRows - 1;
+    if (keys_of_row(last_row, bounds, keys).begin > first_key) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        mask_row<-1>(
+            s, half,
+            {keys_of_row(upper_row + half * sm90::kRowStep, bounds, keys).begin - origin, 0});
+      }
+    }
+    return;
+  }
+#endif
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     Range allowed = {0, keys};

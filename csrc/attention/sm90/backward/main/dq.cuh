@@ -22,9 +22,9 @@ __device__ __forceinline__ int rank_among_visitors(const BackwardArguments& args
 }
 
 #ifdef FASTATTN_TRIAL_DQ_LIMIT
-// A minute or more, at half a microsecond or more for a poll. A thread block waits at most as long
-// as others take for the same rows; a semaphore that is never set is an error, and otherwise a
-// hang.
+// Half a minute or more, at a quarter of a microsecond or more for a poll: an estimate. A thread
+// block waits at most as long as others take for the same rows; a semaphore that is never set is
+// an error, and otherwise a hang.
 constexpr uint32_t kMaxPolls = 1u << 27;
 #endif
 

@@ -154,6 +154,9 @@ struct alignas(8) RowMaxSum {
 struct KeySplits {
   int count = 1;
   int64_t rows = 0;
+#ifdef FASTATTN_TRIAL_FWD_SPLITS
+  int blocks = 0;  // of keys in a split: short sequences have fewer splits
+#endif
   float* out = nullptr;          // [count, rows, value_dim]
   RowMaxSum* max_sum = nullptr;  // [count, rows]
 };

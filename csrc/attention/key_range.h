@@ -96,6 +96,18 @@ FASTATTN_PURE BlockPlan plan_blocks(Range tile_rows, Range own_rows, const Bound
   return {loaded, own, full};
 }
 
+#ifdef FASTATTN_TRIAL_FWD_SPLITS
+// The part of a plan for a split of `blocks` blocks. Empty if the plan has no more.
+FASTATTN_PURE BlockPlan split_of(const BlockPlan& plan, int split, int blocks) {
+  const int begin = plan.loaded.begin + split * blocks;
+  const Range loaded = overlap(plan.loaded, {begin, begin + blocks});
+  Range own = overlap(loaded, plan.own);
+  if (is_empty(own)) {
+    own = {loaded.begin, smaller(loaded.begin + 1, loaded.end)};  // as in plan_blocks
+  }
+  return {loaded, own, plan.full};
+}
+#else
 // The part of a plan for one of `splits` splits, whose numbers of blocks differ by one at most.
 // Empty if there are fewer blocks than splits.
 FASTATTN_PURE BlockPlan split_of(const BlockPlan& plan, int split, int splits) {
@@ -110,5 +122,6 @@ FASTATTN_PURE BlockPlan split_of(const BlockPlan& plan, int split, int splits) {
   }
   return {loaded, own, plan.full};
 }
+#endif
 
 }  // namespace fastattn::attention

@@ -39,6 +39,7 @@ from torch import Tensor
 
 from fastattn.ops._op import OPS, Op
 from fastattn.ops.attention import sm90
+from fastattn.ops.attention.calls import ForwardCall
 from fastattn.testing.oracle import Oracle, run_op
 from fastattn.testing.poison import poisoned_results
 from fastattn.testing.properties import deterministic_algorithms
@@ -143,6 +144,81 @@ def test_faults_at_the_diagonal(monkeypatch: pytest.MonkeyPatch) -> None:
         machine.inject(Place(MUTATION, number, 1))
         with pytest.raises((AssertionError, RuntimeError)):
             forward.test_forward(lambda _: machine, monkeypatch, name)
+
+
+# -- splits by number of keys ----------------------------------------------------------------------
+_SPLITS = HostLibrary(
+    HERE / "bindings.cpp", sm90, "fastattn_sm90_splits", codes=3,
+    defines=["fastattn_sm90=fastattn_sm90_splits", "FASTATTN_TRIAL_FWD_SPLITS"],
+)  # fmt: skip
+_EXISTS = "__shfl_sync(~0u, weights.own[i], split - first + j) > 0.0f"
+_SPLIT_MUTATIONS = (
+    Mutation("attention/sm90/forward/fwd_producer.cuh", "clear_split(tile);", ""),
+    Mutation("attention/sm90/forward/combine_splits.cuh", _EXISTS, f"{_EXISTS} || true"),
+    Mutation("attention/sm90/forward/fwd_producer.cuh", "head * args.queries + tile.origin",
+             "tile.origin"),
+)  # fmt: skip
+
+
+def _split(monkeypatch: pytest.MonkeyPatch, machine: Machine, case: forward.Case) -> None:
+    with monkeypatch.context() as patch:
+        bindings.use(
+            patch, lambda op, problem, _: machine.call(op, ctypes.c_void_p(problem)), _SPLITS
+        )
+        _SPLITS.native.on_host_plan(case.splits, int(case.counted), int(case.ordered))
+        forward.check_forward(case)
+
+
+def _splits_of(case: forward.Case, mutations: tuple[Mutation, ...] = ()) -> Machine:
+    defines = forward.defines(case.instance)
+    return machine_of("sm90_attention.cpp", "fwd_splits", defines, mutations)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["64 decoding, one warpgroup", "128 own diagonals, window", "64 packed splits", "64 splits",
+     "128 causal splits", "64 splits, sinks"],
+)  # fmt: skip
+def test_splits(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Short sequences have fewer splits than long ones."""
+    case = forward.CASES[name]
+    _split(monkeypatch, _splits_of(case), case)
+
+
+def test_faults_of_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = forward.Case(
+        64, "kFull", H=6, K=2, B=3, M=1, N=700, splits=4, key_lengths=[0, 700, 140]
+    )  # fmt: skip
+    _split(monkeypatch, machine := _splits_of(case, _SPLIT_MUTATIONS), case)
+    for number in range(len(_SPLIT_MUTATIONS)):
+        machine.inject(Place(MUTATION, number, 1))
+        with pytest.raises((AssertionError, RuntimeError)):
+            _split(monkeypatch, machine, case)
+
+
+@pytest.mark.parametrize(("lengths", "splits"), [(None, 1), ([9000] * 64, 2)])
+def test_plan_of_splits(
+    monkeypatch: pytest.MonkeyPatch, lengths: list[int] | None, splits: int
+) -> None:
+    """Of enough tiles: two for 9,000 keys, if lengths may differ."""
+    if reason := missing():
+        pytest.skip(reason)
+    found: list[int] = []
+
+    def launch(_: str, problem: int, __: bindings.Instance) -> None:
+        result = (ctypes.c_int * 4)()
+        _SPLITS.native.on_host_forward_plan(ctypes.c_void_p(problem), result)
+        found.append(result[0])
+
+    bindings.use(monkeypatch, launch, _SPLITS)
+    _SPLITS.native.on_host_plan(0, 0, 0)
+    q, k = torch.zeros(64, 8, 1, 128), torch.zeros(1, 1, 9000, 128).expand(64, 8, 9000, 128)
+    q, k = q.bfloat16(), k.bfloat16()
+    given = None if lengths is None else torch.tensor(lengths, dtype=torch.int32)
+    monkeypatch.setattr(sm90._env, "multiprocessors", lambda *device: 132)
+    call = ForwardCall(q, k, k, key_lengths=given, scale=0.1)
+    sm90.attention_fwd(call, torch.empty_like(q), torch.empty(64, 8, 1))
+    assert found == [splits]
 
 
 # -- the backward: blocks of 64 rows, and a limit of the waits for dQ -----------------------------

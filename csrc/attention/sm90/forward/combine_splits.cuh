@@ -139,7 +139,13 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocks)
         for (int share = 0; share < kShares; ++share) {
           const int column = share * kLaneColumns + lane * kColumns;
           splits[j][share] = {};
+#ifdef FASTATTN_TRIAL_FWD_SPLITS
+          // A split without weight may not have been written.
+          const bool exists = __shfl_sync(~0u, weights.own[i], split - first + j) > 0.0f;
+          if (split + j < last && column < args.value_dim && exists) {
+#else
           if (split + j < last && column < args.value_dim) {
+#endif
             splits[j][share] = *reinterpret_cast<const float4*>(from + column);
           }
         }

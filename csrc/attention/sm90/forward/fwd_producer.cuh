@@ -32,6 +32,13 @@ struct LoadWarp {
     while (true) {
       TileInfo tile = tile_info<Traits>(args, scheduler, number);
       const BlockLoop<Traits> blocks = blocks_of<Traits>(args, tile);
+#ifdef FASTATTN_TRIAL_FWD_SPLITS
+      if (Traits::kSplits && args.splits.count > 1 && tile.row >= 0 && blocks.none()) {
+        clear_split(tile);
+        number = args.source.drawn(args.source.draw(number));
+        continue;
+      }
+#endif
       if (Traits::kDense && blocks.none()) {
         tile.queries = 0;  // tells the consumers that no row has a key
       }
@@ -77,6 +84,20 @@ struct LoadWarp {
       stage.advance();
     }
   }
+
+#ifdef FASTATTN_TRIAL_FWD_SPLITS
+  // A split without keys, which combine_splits leaves out.
+  __device__ __forceinline__ void clear_split(const TileInfo& tile) {
+    const int rows = args.packing.query_offsets ? tile.queries : args.queries;
+    const int64_t head = static_cast<int64_t>(batch_entry(args, tile)) * args.heads + tile.head;
+    RowMaxSum* to =
+        args.splits.max_sum + tile.split * args.splits.rows + head * args.queries + tile.origin;
+#pragma unroll 1
+    for (int row = tile.row; row < smaller(tile.row + Traits::kTileRows, rows); ++row) {
+      to[row] = {-__builtin_huge_valf(), 0.0f};
+    }
+  }
+#endif
 
   __device__ __forceinline__ void load_query(const TileInfo& tile, int batch) {
 #pragma unroll 1

@@ -71,7 +71,11 @@ __device__ __forceinline__ BlockPlan plan_for_group(const ForwardArguments& args
                                                     const TileInfo& tile, int group) {
   const BlockPlan plan = whole_plan<Traits>(args, tile, group);
   if (Traits::kSplits && args.splits.count > 1) {
+#ifdef FASTATTN_TRIAL_FWD_SPLITS
+    return split_of(plan, tile.split, args.splits.blocks);
+#else
     return split_of(plan, tile.split, args.splits.count);
+#endif
   }
   return plan;
 }

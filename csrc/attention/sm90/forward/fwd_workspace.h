@@ -46,6 +46,13 @@ inline int num_splits(int64_t tiles, int rows, int blocks, int block, int num_sm
   return splits;
 }
 
+// Keys of which some query attends one: of the longest packed sequence.
+inline int keys_reached(const ForwardProblem& p) {
+  const Range reach = p.packing.query_offsets ? Range{0, p.packing.max_keys}
+                                              : keys_of_some({0, p.queries}, p.bounds, p.keys);
+  return larger(reach.end - reach.begin, 0);
+}
+
 // After cut_keys_of_one_query and merge_groups.
 inline ForwardPlan plan_forward(const ForwardProblem& p, Variant variant, int num_sms) {
   // Up to this head dim a counter is used for equal tiles too, where an SM computes many blocks of
@@ -65,9 +72,7 @@ inline ForwardPlan plan_forward(const ForwardProblem& p, Variant variant, int nu
   const bool packed = packing.query_offsets;
   const int dim = larger(p.head_dim, p.value_dim);
   const int rows = forward_tile_rows(dim, variant), block = forward_block(dim, variant);
-  const Range reach =
-      packed ? Range{0, packing.max_keys} : keys_of_some({0, p.queries}, p.bounds, p.keys);
-  const int keys = larger(reach.end - reach.begin, 0);
+  const int keys = keys_reached(p);
   // Each sequence may end in a partial tile.
   const int64_t row_tiles =
       packed
@@ -76,8 +81,14 @@ inline ForwardPlan plan_forward(const ForwardProblem& p, Variant variant, int nu
           : ceil_div(p.queries, rows);
   const int64_t tiles = row_tiles * p.batch * p.heads;
   const int longest = packed ? packing.max_queries : p.queries;
-  const int splits =
-      num_splits(tiles, smaller(longest, rows), ceil_div(keys, block), block, num_sms);
+  int splits = num_splits(tiles, smaller(longest, rows), ceil_div(keys, block), block, num_sms);
+#ifdef FASTATTN_TRIAL_FWD_SPLITS
+  // Where lengths differ, the longest sequences are split although there are enough tiles.
+  constexpr int kSplitKeys = 4096, kDecodingQueries = 64;
+  if ((packed || p.key_lengths.data) && longest <= kDecodingQueries) {
+    splits = std::max(splits, std::min(kMaxSplits, keys / kSplitKeys));
+  }
+#endif
   const bool waits = tiles * splits > num_sms;  // some tiles start after others have ended
   if (packed) {
     // A left window makes tiles equal.
@@ -120,8 +131,14 @@ inline void lay_out(ForwardProblem& p, Variant variant, const ForwardPlan& plan,
   }
   if (plan.splits > 1) {
     const int64_t rows = int64_t{1} * p.batch * p.heads * p.queries;
-    p.splits = {plan.splits, rows, workspace.take<float>(plan.splits * rows * p.value_dim),
-                workspace.take<RowMaxSum>(plan.splits * rows)};
+    p.splits.count = plan.splits;
+    p.splits.rows = rows;
+    p.splits.out = workspace.take<float>(plan.splits * rows * p.value_dim);
+    p.splits.max_sum = workspace.take<RowMaxSum>(plan.splits * rows);
+#ifdef FASTATTN_TRIAL_FWD_SPLITS
+    // Windows may begin inside a block.
+    p.splits.blocks = ceil_div(ceil_div(keys_reached(p), block) + 1, plan.splits);
+#endif
   }
 }
 

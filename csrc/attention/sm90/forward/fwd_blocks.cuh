@@ -21,8 +21,10 @@ using BlockScores = float[Traits::kBlock / 2];
 template <class Traits>
 __device__ __forceinline__ void mask_scores(const ForwardPart<Traits>& state,
                                             BlockScores<Traits>& s, const TileInfo& tile, int n) {
-  mask_block<Traits::kBounded>(s, n * Traits::kBlock, state.upper_row(tile),
-                               bounds_of(state.args, tile), tile.keys, state.thread_here());
+  // Instances that have the fewest registers left would spill with two comparisons apart.
+  mask_block<Traits::kBounded, !Traits::kRecomputesLane>(
+      s, n * Traits::kBlock, state.upper_row(tile), bounds_of(state.args, tile), tile.keys,
+      state.thread_here());
 }
 
 // Keys that no query may attend have weight 0, but 0 * NaN is NaN: their rows of V are zeroed.

@@ -31,14 +31,14 @@ __device__ __forceinline__ void mask_row(float (&s)[kCount], int half, Range all
 
 // Masks a 64-row block of scores whose first key is `first_key`; `upper_row` is the query of this
 // thread's upper row.
-template <bool kBounded, int kCount>
+template <bool kBounded, bool kOneSided, int kCount>
 __device__ __forceinline__ void mask_block(float (&s)[kCount], int first_key, int upper_row,
                                            const Bounds& bounds, int keys,
                                            sm90::AccumulatorThread thread) {
   const int origin = first_key + thread.first_column();
 #ifdef FASTATTN_TRIAL_FWD_DIAGONAL
   // Most blocks are cut on the right alone: by the diagonal, or by the number of keys.
-  if constexpr (kBounded) {
+  if constexpr (kBounded && kOneSided) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       mask_row<1>(s, half,

@@ -30,7 +30,7 @@ __device__ __forceinline__ void mask_row(float (&s)[kCount], int half, Range all
 }
 
 // Masks a 64-row block of scores whose first key is `first_key`; `upper_row` is the query of this
-// thread's upper row.
+// thread's upper row. kOneSided: with FASTATTN_TRIALS=fwd_diagonal the bounds are compared apart.
 template <bool kBounded, bool kOneSided, int kCount>
 __device__ __forceinline__ void mask_block(float (&s)[kCount], int first_key, int upper_row,
                                            const Bounds& bounds, int keys,

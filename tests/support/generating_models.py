@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers_models import SMALL, tokens
+from transformers_models import SMALL, kind_of, tokens
 
 import fastattn
 
@@ -23,35 +23,32 @@ T5_SIZES = {
 }  # fmt: skip
 
 
-def kind_of(model: str, config: str, **options: Any) -> Callable[[], Any]:
+def seq2seq(model: str, config: str, **options: Any) -> Callable[[], Any]:
     sizes = T5_SIZES if "T5" in config else SIZES | {"forced_eos_token_id": None}
-    return lambda: (
-        getattr(transformers, model),
-        getattr(transformers, config)(**sizes | SMALL | options),
-    )
+    return kind_of(model, config, **sizes | SMALL | options)
 
 
 MODELS = {
-    "marian": kind_of("MarianMTModel", "MarianConfig"),
-    "marian-scaled": kind_of(
+    "marian": seq2seq("MarianMTModel", "MarianConfig"),
+    "marian-scaled": seq2seq(
         "MarianMTModel", "MarianConfig", scale_embedding=True, activation_function="swish",
         decoder_layers=1,
     ),
-    "bart": kind_of("BartForConditionalGeneration", "BartConfig"),
-    "bart-forced": kind_of(
+    "bart": seq2seq("BartForConditionalGeneration", "BartConfig"),
+    "bart-forced": seq2seq(
         "BartForConditionalGeneration", "BartConfig", forced_bos_token_id=5, forced_eos_token_id=2
     ),
-    "mbart": kind_of("MBartForConditionalGeneration", "MBartConfig"),
-    "pegasus": kind_of("PegasusForConditionalGeneration", "PegasusConfig"),
-    "m2m100": kind_of("M2M100ForConditionalGeneration", "M2M100Config"),
-    "t5": kind_of("T5ForConditionalGeneration", "T5Config"),
-    "t5-gated": kind_of(
+    "mbart": seq2seq("MBartForConditionalGeneration", "MBartConfig"),
+    "pegasus": seq2seq("PegasusForConditionalGeneration", "PegasusConfig"),
+    "m2m100": seq2seq("M2M100ForConditionalGeneration", "M2M100Config"),
+    "t5": seq2seq("T5ForConditionalGeneration", "T5Config"),
+    "t5-gated": seq2seq(
         "T5ForConditionalGeneration", "T5Config", feed_forward_proj="gated-gelu",
         relative_attention_num_buckets=8, relative_attention_max_distance=12,
     ),
-    "mt5": kind_of("MT5ForConditionalGeneration", "MT5Config"),
+    "mt5": seq2seq("MT5ForConditionalGeneration", "MT5Config"),
 }  # fmt: skip
-WHISPER = kind_of(
+WHISPER = seq2seq(
     "WhisperForConditionalGeneration", "WhisperConfig", max_source_positions=20, num_mel_bins=8,
     max_target_positions=64, suppress_tokens=None, begin_suppress_tokens=None,
 )  # fmt: skip

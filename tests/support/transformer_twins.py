@@ -29,9 +29,11 @@ def build(
     layers: int = 2,
     **kwargs: Any,
 ) -> nn.Module:
-    """A module of torch.nn or fastattn.nn: MultiheadAttention or one of CLASSES."""
-    kwargs = {"dropout": 0.0, **kwargs}
+    """A module of torch.nn or fastattn.nn: MultiheadAttention, a norm or one of CLASSES."""
     width, heads, ffn = sizes
+    if name.endswith("Norm"):
+        return getattr(package, name)(width, **kwargs)
+    kwargs = {"dropout": 0.0, **kwargs}
     if name == "MultiheadAttention":
         return package.MultiheadAttention(width, heads, **kwargs)
     if name.endswith("Layer"):

@@ -4,7 +4,9 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 from fastattn.integrations import huggingface
@@ -15,6 +17,17 @@ LLAMA_SIZES = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 48,
 }  # fmt: skip
+
+
+def kind_of(model: str, config: str, **options: Any) -> Callable[[], Any]:
+    """A function that returns the classes' pair (model, configuration with these options)."""
+
+    def make() -> Any:
+        if not hasattr(transformers, model):
+            pytest.skip(f"these transformers have no {model}")
+        return getattr(transformers, model), getattr(transformers, config)(**options)
+
+    return make
 
 
 def build(make: Callable[[], Any], implementation: str) -> nn.Module:

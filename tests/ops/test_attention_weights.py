@@ -115,9 +115,7 @@ def test_half_precision_is_computed_in_fp32(dtype: torch.dtype) -> None:
         ({"scale": float("inf")}, ValueError, "scale must be finite"),
     ],
 )
-def test_errors_name_the_argument(
-    changes: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_errors_name_the_argument(changes, error, message):
     inputs: Inputs = {"q": torch.zeros(1, 2, 3, 4), "k": torch.zeros(1, 2, 5, 4)}
     with pytest.raises(error, match=message):
         fastattn.attention_weights(**inputs | changes)

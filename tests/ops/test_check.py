@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,9 +32,13 @@ CUDA = torch.device("cuda", 0)
 
 
 # -- properties ------------------------------------------------------------------------------------
-def _judge(op: str, sample: str, backend: str = "reference") -> list[check.Row]:
+def _oracle(op: str, sample: str) -> Oracle:
     [found] = [s for s in SPECS[op].samples if s.name == sample]
-    return check.check_sample(Oracle(SPECS[op], found, torch.float32), backend, CPU)
+    return Oracle(SPECS[op], found, torch.float32)
+
+
+def _judge(op: str, sample: str, backend: str = "reference") -> list[check.Row]:
+    return check.check_sample(_oracle(op, sample), backend, CPU)
 
 
 def _break(monkeypatch: pytest.MonkeyPatch, op: str, backend: str, change: Any) -> None:
@@ -80,28 +84,90 @@ def _faults(rows: list[check.Row]) -> dict[tuple[str, str], str]:
     return {(row.kind, row.result): row.message for row in rows if row.status != "ok"}
 
 
-def test_dependence_on_other_entries_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An entry computed alone is wrong; even the reference, without bitwise guarantees, fails."""
+def _poison_last_row(args: Any, results: Any) -> None:
+    results[0][-1] = OPS["rms_norm_fwd"].allocate(args)[0][-1]
 
+
+def _raise(error: Exception) -> Callable[..., None]:
     def change(args: Any, results: Any) -> None:
-        if args[0].shape[0] == 1:
-            results[0].mul_(1.01)
+        raise error
 
-    _break(monkeypatch, "attention_fwd", "reference", change)
-    faults = _faults(_judge("attention", "plain"))
-    assert faults.keys() == {("batch", "out")}
-    assert faults["batch", "out"].startswith("batch entry 1 computed alone: slice [0, ")
+    return change
+
+
+def _tiny_gradient_of_dead_pairs(args: Any, results: Any) -> None:
+    """Within the budget."""
+    if bool(args[0].isnan().any()):
+        results[3][..., -1].fill_(1e-30)
+
+
+def _where(condition: Callable[[Any], bool], change: Callable[[Tensor], Any]) -> Callable[..., Any]:
+    """change(the first result) if condition(arguments)."""
+    return lambda args, results: change(results[0]) if condition(args) else None
+
+
+# The op, the sample, the change of the results, the faults that are found. The last bit is within
+# every budget, and also the reference must have the same bits in a second run.
+FAULTS: dict[str, tuple[str, str, Callable[..., Any], dict[tuple[str, str], str]]] = {
+    "small error": (
+        "attention_fwd", "gqa", lambda _, results: results[0][1, 1, 5].mul_(1 + 1e-4),
+        {("value", "out"): "slice [1, 1]"},
+    ),
+    "wrong gradient": (
+        "layer_norm_bwd", "odd_width", lambda _, results: results[1].mul_(0.999),
+        {("value", "dweight"): "slice "},
+    ),
+    "unwritten elements": (
+        "rms_norm_fwd", "odd_width", _poison_last_row,
+        # Where y is NaN, the output gradient is 0.
+        {("value", "y"): "257 non-finite positions differ", ("value", "dx"): "slice ",
+         ("value", "dweight"): "slice "},
+    ),
+    "crash": (
+        "rms_norm_fwd", "odd_width", _raise(IndexError("out of range")),
+        {("value", "all"): "IndexError: out of range"},
+    ),
+    "refusal": (
+        "rms_norm_fwd", "odd_width", _raise(NotImplementedError("rms_norm_fwd: backend is tired")),
+        {("value", "all"): "backend is tired"},
+    ),
+    "other entries": (
+        "attention_fwd", "plain", _where(lambda args: len(args[0]) == 1, lambda x: x.mul_(1.01)),
+        {("batch", "out"): "batch entry 1 computed alone: slice [0, "},
+    ),
+    "crash of an entry": (
+        "layer_norm_fwd", "odd_width",
+        lambda args, _: _raise(IndexError("out"))(args, _) if len(args[0]) == 1 else None,
+        {("batch", "all"): "IndexError: out"},
+    ),
+    "finite padding": (
+        "attention_fwd", "key_lengths",
+        _where(lambda args: bool(args[2].isfinite().all()), _last_bit),
+        {("padding", "out"): "finite at dead positions changes it"},
+    ),
+    "gradients of padding": (
+        "attention_bwd", "bias_dead", _tiny_gradient_of_dead_pairs,
+        {("padding", "dmask"): "not 0 at dead positions, with NaN there"},
+    ),
+    "live rows alone": ("attention_bwd", "bias_dead_keys", _tiny_gradient_of_dead_pairs, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    op, sample, change, expected = FAULTS[name]
+    oracle = _oracle(op[:-4], sample)
+    assert not _faults(check.check_sample(oracle, "reference", CPU))
+    _break(monkeypatch, op, "reference", change)
+    found = _faults(check.check_sample(oracle, "reference", CPU))
+    assert found.keys() == expected.keys()
+    assert all(expected[key] in message for key, message in found.items()), found
 
 
 def test_bits_that_depend_on_the_batch_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Backends other than the reference must give the same bits; this one changes the last bit."""
     if "cpu" in _judge("layer_norm", "odd_width", "cpu")[0].message:
         pytest.skip("the native library is not built")
-
-    def change(args: Any, results: Any) -> None:
-        if args[1].shape[0] == 1:
-            _last_bit(results[0])
-
+    change = _where(lambda args: args[1].shape[0] == 1, _last_bit)
     _break(monkeypatch, "layer_norm_bwd", "cpu", change)
     faults = _faults(_judge("layer_norm", "odd_width", "cpu"))
     assert faults == {("batch", "dx"): "rows 0 to 1 computed alone gave other bits"}
@@ -123,10 +189,8 @@ def _needs_request(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
     monkeypatch.setattr(check, "DETERMINISTIC_ON_REQUEST", ("reference",))
 
 
-def test_bits_of_a_run_are_compared_under_deterministic_algorithms(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    oracle = Oracle(SPECS["attention"], SPECS["attention"].samples[0], torch.float32)
+def test_bits_of_a_run_are_compared_under_deterministic_algorithms(monkeypatch):
+    oracle = _oracle("attention", SPECS["attention"].samples[0].name)
     _needs_request(monkeypatch, lambda results: None)
     assert not _faults(check.check_sample(oracle, "reference", CPU))
     monkeypatch.setattr(check, "DETERMINISTIC_ON_REQUEST", ())
@@ -134,51 +198,11 @@ def test_bits_of_a_run_are_compared_under_deterministic_algorithms(
     assert faults == {("rerun", "dq"): "a second run gave other bits"}
 
 
-def test_results_under_deterministic_algorithms_are_compared(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    oracle = Oracle(SPECS["attention"], SPECS["attention"].samples[0], torch.float32)
+def test_results_under_deterministic_algorithms_are_compared(monkeypatch):
+    oracle = _oracle("attention", SPECS["attention"].samples[0].name)
     _needs_request(monkeypatch, lambda results: results[0].mul_(1.01))
     [(where, message)] = _faults(check.check_sample(oracle, "reference", CPU)).items()
     assert where == ("value", "dq") and message.startswith("with deterministic algorithms: ")
-
-
-def test_dependence_on_padding_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last bit depends on whether padding is finite; the samples have NaN there."""
-
-    def change(args: Any, results: Any) -> None:
-        if bool(args[2].isfinite().all()):
-            _last_bit(results[0])
-
-    _break(monkeypatch, "attention_fwd", "reference", change)
-    faults = _faults(_judge("attention", "key_lengths"))
-    assert faults[("padding", "out")] == "finite at dead positions changes it"
-
-
-def test_gradients_of_padding_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tiny gradient of a dead mask position where dO is NaN, which is within the budget."""
-
-    def change(args: Any, results: Any) -> None:
-        dout, dmask = args[0], results[3]
-        if bool(dout.isnan().any()):
-            dmask[..., -1].fill_(1e-30)
-
-    _break(monkeypatch, "attention_bwd", "reference", change)
-    faults = _faults(_judge("attention", "bias_dead_keys"))
-    assert not faults  # all rows of that sample are live, so dO has no NaN
-    faults = _faults(_judge("attention", "bias_dead"))
-    assert faults == {("padding", "dmask"): "not 0 at dead positions, with NaN there"}
-
-
-def test_a_crash_in_a_property_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    def change(args: Any, results: Any) -> None:
-        if args[0].shape[0] == 1:
-            raise IndexError("out of range")
-
-    _break(monkeypatch, "layer_norm_fwd", "reference", change)
-    assert _faults(_judge("layer_norm", "odd_width")) == {
-        ("batch", "all"): "IndexError: out of range"
-    }
 
 
 def test_gradients_of_outputs_that_are_not_finite() -> None:
@@ -202,9 +226,7 @@ def _options(*arguments: str) -> argparse.Namespace:
     return parser.parse_args(["--device=cpu", "--jobs=1", *arguments])
 
 
-def test_report(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_report(capsys, tmp_path, monkeypatch):
     options = ("--op=attention", "--sample=both_lengths", "--backend=reference", "--dtype=fp32")
     file = tmp_path / "rows.json"
     assert check.run(_options(*options, f"--json={file}")) == 0
@@ -243,9 +265,7 @@ def test_errors_of_pytorch_are_explained(capsys: pytest.CaptureFixture[str]) -> 
     assert "logsumexp of scores" not in capsys.readouterr().out
 
 
-def test_works_without_rich(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_works_without_rich(monkeypatch, capsys):
     for module in ("rich", *(name for name in sys.modules if name.startswith("rich."))):
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setitem(sys.modules, "rich.console", None)
@@ -307,9 +327,7 @@ def _misbehave(case: str) -> str:
     return f"{case} {os.getpid()}"
 
 
-def test_crashed_cases_do_not_affect_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_crashed_cases_do_not_affect_others(tmp_path, monkeypatch):
     """Crashes, hangs and GPU errors end their process; the other cases give their results. A script
     that runs them need not keep its processes from running it again.
     """
@@ -338,8 +356,7 @@ def test_forward_is_judged_where_gradients_are_refused(monkeypatch: pytest.Monke
     def refuse(*args: Any) -> str:
         return "does not support this"
 
-    [sample] = [s for s in SPECS["attention"].samples if s.name == "both_lengths"]
-    oracle = Oracle(SPECS["attention"], sample, torch.float32)
+    oracle = _oracle("attention", "both_lengths")
     module = OPS["attention_fwd"].module("reference")
     monkeypatch.setattr(module, "attention_bwd_unsupported", refuse, raising=False)
     rows = check.check_sample(oracle, "reference", CPU)
@@ -363,7 +380,6 @@ def test_outputs_are_judged_where_gradients_are_known_to_be_wrong() -> None:
 
 
 def test_drawn_calls_pass(capsys: pytest.CaptureFixture[str]) -> None:
-    """The same calls for a seed; of several kinds."""
     options = _options("--fuzz=20", "--seed=300", "--device=cpu", "--jobs=1")
     cases = check._cases(options, CPU)
     ops = ("attention", "attention_varlen", "attention_with_weights")
@@ -388,9 +404,7 @@ def test_gradients_of_sinks_that_almost_vanish(number: int, backend: str) -> Non
     assert judged == ([] if refused else ["ok"])
 
 
-def test_a_drawn_call_that_fails_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_drawn_call_that_fails_is_named(monkeypatch, capsys):
     _break(monkeypatch, "attention_fwd", "torch", lambda args, results: results[0].mul_(2))
     options = ("--op=attention", "--backend=torch", "--jobs=1")
     assert check.run(_options("--fuzz=3", "--seed=7", *options)) == 1
@@ -400,10 +414,7 @@ def test_a_drawn_call_that_fails_is_named(
     assert "lse of drawn_7 ({'B': " in report._torch_errors([row])[-2]
 
 
-def test_rows_are_written_as_they_come(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """FILE.jsonl has the rows written before a run was interrupted."""
+def test_rows_are_written_as_they_come(tmp_path, capsys, monkeypatch):
     file = tmp_path / "rows.jsonl"
     options = _options("--op=rms_norm", "--sample=odd_width", "--backend=reference",
                        f"--json={file}")  # fmt: skip
@@ -424,9 +435,7 @@ def test_rows_are_written_as_they_come(
     assert {json.loads(line)["dtype"] for line in again} == {"fp32", "bf16"}
 
 
-def test_a_run_continues_another(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_continues_another(tmp_path, capsys, monkeypatch):
     """Samples that a file has rows of, by the same kernels, are not repeated, but reported."""
     file = tmp_path / "rows.jsonl"
     options = _options("--op=rms_norm", "--sample=odd_width", "--backend=reference",
@@ -491,9 +500,7 @@ def test_progress_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None
         ("--fuzz=2 --op=ffn", "--op must be one of attention"),
     ],
 )
-def test_wrong_options_are_named(
-    argument: str, named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_options_are_named(argument, named, capsys):
     try:
         code = cli.main(["check", *argument.split()])
     except SystemExit as left:  # argparse exits
@@ -531,9 +538,7 @@ def _passed() -> frozenset[tuple[str, str, str]]:
 RECORDED = ("--op=rms_norm", "--backend=cpu", "--backend=reference", "--device=cuda", "--record")
 
 
-def test_what_passes_is_recorded(
-    pretended_gpu: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_passes_is_recorded(pretended_gpu, capsys, monkeypatch):
     """Entries of the same kernels are kept where they are of other ops, those of others are not."""
     dtypes = ("float32", "bfloat16", "float16")
     entry = {"op": "ffn", "dtype": "float32", "status": "passed"}
@@ -575,10 +580,7 @@ def test_the_commit_is_of_the_project(tmp_path: Path, monkeypatch: pytest.Monkey
     assert lines.commit.__wrapped__()[-1] == "+"
 
 
-def test_rows_depend_on_the_ops_and_the_library(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Building another backend's library changes nothing."""
+def test_rows_depend_on_the_ops_and_the_library(tmp_path, monkeypatch):
     for module in (lines, _verified):
         monkeypatch.setattr(module, "_PACKAGE", tmp_path)
     compute = lines.kernels.__wrapped__
@@ -594,9 +596,9 @@ def test_rows_depend_on_the_ops_and_the_library(
     assert compute("sm90") == digests[-1]
 
 
-def test_a_dtype_that_fails_does_not_affect_others(
-    pretended_gpu: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failures_are_recorded(pretended_gpu, monkeypatch, capsys):
+    """So that they outweigh a record that ships with the package; each dtype for itself."""
+
     def change(args: Any, results: Any) -> None:
         if args[0].dtype == torch.float16:
             results[0].fill_(1.0)
@@ -604,23 +606,13 @@ def test_a_dtype_that_fails_does_not_affect_others(
     _break(monkeypatch, "rms_norm_fwd", "cpu", change)
     assert check.run(_options(*RECORDED, "--dtype=fp16", "--dtype=bf16")) == 1
     assert _passed() == {("rms_norm", "cpu", "bfloat16")}
-
-
-def test_failures_are_recorded(
-    pretended_gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """So that they outweigh a record that ships with the package."""
-    _break(monkeypatch, "rms_norm_fwd", "cpu", lambda args, results: results[0].fill_(1.0))
-    assert check.run(_options(*RECORDED, "--dtype=fp16")) == 1
-    [entry] = _verified.read(pretended_gpu)["kernels"]
-    assert (entry["op"], entry["dtype"], entry["status"]) == ("rms_norm", "float16", "failed")
+    entries = {e["dtype"]: (e["op"], e["status"]) for e in _verified.read(pretended_gpu)["kernels"]}
+    assert entries["float16"] == ("rms_norm", "failed")
     message = "not chosen, because samples failed: rms_norm by cpu in float16"
     assert message in capsys.readouterr().out
 
 
-def test_what_was_not_reached_is_not_decided(
-    pretended_gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_was_not_reached_is_not_decided(pretended_gpu, monkeypatch, capsys):
     """A record made in a limited time holds the dtypes of which every sample was reached."""
     checked, over = check._check_cases, []
 

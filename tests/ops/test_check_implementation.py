@@ -6,8 +6,6 @@ import itertools
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from subprocesses import python_output
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -258,9 +257,7 @@ def test_results_that_round_weights_are_imprecise() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("factor", [0.0, 1.5])
-def test_wrong_gradients_in_half_precision_are_not_imprecise(
-    factor: float, dtype: torch.dtype
-) -> None:
+def test_wrong_gradients_in_half_precision_are_not_imprecise(factor, dtype):
     """Although roundings of the weights' gradients, at 2 eps mag, would explain them."""
 
     def wrong_dk(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -484,14 +481,10 @@ def my_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_command(my_kernels: Path) -> None:
     """In the folder of the kernels, with a table, rows and exit codes."""
-    command = [sys.executable, "-m", "fastattn", *COMMAND, "--implementation=my_kernels:right"]
-    environment = {"PYTHONPATH": str(Path(fastattn.__file__).parents[1])}
-    done = subprocess.run(
-        [*command, "--sample=plain", "--require=rerun,padding", "--json=rows.json"],
-        env=os.environ | environment, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "attention by my_kernels:right on " in done.stdout
+    command = ["-m", "fastattn", *COMMAND, "--implementation=my_kernels:right", "--sample=plain"]
+    env = os.environ | {"PYTHONPATH": str(Path(fastattn.__file__).parents[1])}
+    shown = python_output(*command, "--require=rerun,padding", "--json=rows.json", env=env)
+    assert "attention by my_kernels:right on " in shown
     rows = json.loads((my_kernels / "rows.json").read_text())
     assert {"value", "gradient", "inputs", "rerun"} <= {row["kind"] for row in rows}
 
@@ -499,14 +492,9 @@ def test_command(my_kernels: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name, limit, message",
-    [
-        ("aborts", 90, "its process died: SIGABRT"),
-        ("hangs", 15, "was still running after 15 s"),
-    ],
+    [("aborts", 90, "its process died: SIGABRT"), ("hangs", 15, "was still running after 15 s")],
 )
-def test_a_crash_or_a_hang_costs_one_row(
-    name: str, limit: int, message: str, my_kernels: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_crash_or_a_hang_costs_one_row(name, limit, message, my_kernels, capsys):
     options = ("--sample=one_by_one", "--sample=plain", f"--limit={limit}", "--json=rows.json")
     assert cli.main([*COMMAND, f"--implementation=my_kernels:{name}", *options]) == 1
     rows = json.loads((my_kernels / "rows.json").read_text())
@@ -541,8 +529,6 @@ def test_the_kernel_of_the_documentation(my_kernels: Path, monkeypatch: pytest.M
         (["--implementation=my_kernels:right", "--require=speed"], "got 'speed'"),
     ],
 )
-def test_wrong_options_are_named(
-    options: list[str], named: str, my_kernels: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_options_are_named(options, named, my_kernels, capsys):
     assert cli.main([*COMMAND, *options]) == 2
     assert named in capsys.readouterr().err

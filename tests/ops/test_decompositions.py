@@ -22,11 +22,9 @@ class Decomposed(TorchDispatchMode):
 
     calls = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        self.calls += func in TABLE
-        return TABLE.get(func, func)(*args, **kwargs or {})
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += op in TABLE
+        return TABLE.get(op, op)(*args, **kwargs or {})
 
 
 def test_every_forward_has_one() -> None:

@@ -19,19 +19,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
 from fastattn.ops.attention import tangents as formulas
-from fastattn.testing.spec import Inputs, OpSpec, Sample
+from fastattn.ops.ffn.op import ACTIVATIONS, GATED_ACTIVATIONS
+from fastattn.testing.spec import Inputs
 
 pytestmark = pytest.mark.usefixtures("no_request")
 each_op = pytest.mark.parametrize("op", SPECS)
 Function = Callable[..., tuple[Tensor, ...]]
 
 
-def _example(op: str, backend: str | None = None, length: int = 4) -> tuple[Function, list[Tensor]]:
+def _example(op: str, backend: str | None = None, **changes: Any) -> tuple[Function, list[Tensor]]:
     """(a function of the floating inputs -> the results, these inputs), in fp64."""
-    inputs = example_inputs(op, length, torch.float64)
+    inputs = example_inputs(op, 4, torch.float64) | changes
     if op == "attention_varlen":
         inputs |= {n: inputs[n].detach().transpose(0, 1).requires_grad_() for n in "qkv"}
         inputs["return_lse"] = True
+    if op == "ffn" and inputs["activation"] not in GATED_ACTIVATIONS:
+        inputs["w2"] = torch.randn(6, 24, dtype=torch.float64, requires_grad=True)
     names = varied_inputs(inputs)
 
     def function(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -52,10 +55,11 @@ def _random_like(tensors: list[Tensor]) -> tuple[Tensor, ...]:
 
 
 # -- values ---------------------------------------------------------------------------------------
-_QUICK = {"attention": 9, "attention_varlen": 3}  # every how many samples are not slow
+_QUICK = {"attention": 5, "attention_varlen": 3}  # every how many samples are not slow
 SAMPLES = [  # fp16 has the code of bf16
     pytest.param(
-        spec, sample, dtype, id=f"{spec.name}-{sample.name}-{str(dtype).removeprefix('torch.')}",
+        spec, sample, dtype, (1, 2**11)[i % 2],
+        id=f"{spec.name}-{sample.name}-{str(dtype).removeprefix('torch.')}",
         marks=[pytest.mark.slow] * (i % _QUICK.get(spec.name, 2) > 0),
     )
     for spec in SPECS.values()
@@ -66,16 +70,31 @@ SAMPLES = [  # fp16 has the code of bf16
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("spec, sample, dtype", SAMPLES)
-def test_tangents_of_samples(spec: OpSpec, sample: Sample, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("spec, sample, dtype, scores", SAMPLES)
+def test_tangents_of_samples(spec, sample, dtype, scores, monkeypatch):
+    """In blocks of 16 queries, of one head or of several heads or elements of the batch."""
+    monkeypatch.setattr(formulas, "_ROWS", 16)
+    monkeypatch.setattr(formulas, "_SCORES", scores)
     check_tangents(spec, sample, dtype)
 
 
-@each_op
+_ROWS: Inputs = {
+    "causal": "top_left", "window": (2, -1), "query_lengths": torch.tensor([4, 3]), "scale": -0.7,
+    "key_lengths": torch.tensor([[0, 4, 2, 3], [4, 4, 1, 9]]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "op, changes",
+    [
+        *(pytest.param(op, {}, id=op) for op in SPECS),
+        pytest.param("attention", _ROWS, id="attention-rows"),
+        *(pytest.param("ffn", {"activation": name}, id=f"ffn-{name}") for name in ACTIVATIONS),
+    ],
+)
 @pytest.mark.parametrize("backend", [None, "reference"])
-def test_finite_differences(op: str, backend: str | None) -> None:
-    """Of the tangents, of batches of them, and of those of the gradients."""
-    function, tensors = _example(op, backend)
+def test_finite_differences(op: str, changes: Inputs, backend: str | None) -> None:
+    function, tensors = _example(op, backend, **changes)
     leaves = tuple(x.requires_grad_() for x in tensors)
     options: dict[str, Any] = {"fast_mode": True}
     assert gradcheck(
@@ -135,7 +154,6 @@ def test_autocast_does_not_apply_to_tangents() -> None:
 
 
 def test_errors_of_backends_keep_their_type() -> None:
-    """Also through the node in C++."""
     q = torch.randn(1, 2, 5, 8)
     with pytest.raises(NotImplementedError, match="backend sm90 runs on cuda tensors"):
         jvp(lambda x: fastattn.attention(x, x, x, backend="sm90"), (q,), (q,))
@@ -154,59 +172,6 @@ def test_compiled(op: str) -> None:
 
 
 # -- attention ------------------------------------------------------------------------------------
-def _attention_cases() -> dict[str, dict[str, Any]]:
-    generator = torch.Generator().manual_seed(3)
-    bias = torch.randn(2, 4, 37, 41, generator=generator, dtype=torch.float64)
-    return {
-        "unrestricted": {},
-        "top left": {"causal": "top_left"},
-        "bottom right": {"causal": "bottom_right"},
-        "window": {"window": (5, 9)},
-        "narrow window": {"causal": "bottom_right", "window": (0, 0)},
-        "lengths": {"key_lengths": torch.tensor([41, 7]), "query_lengths": torch.tensor([3, 37])},
-        "diagonals of lengths": {
-            "key_lengths": torch.tensor([20, 30]), "causal": "bottom_right_lengths",
-        },
-        "mask of a head": {"mask": bias[:, :1, :1] > 0},
-        "bias": {"mask": bias, "causal": "bottom_right"},
-        "bias of keys": {"mask": bias[:1, :, :1]},
-        "lengths of queries": {"key_lengths": torch.arange(2 * 37).view(2, 37) % 42},
-        "alibi and bias": {"alibi_slopes": torch.tensor([0.0, 0.1, 0.02, 1.0]).double(),
-                           "mask": bias, "causal": "bottom_right"},
-        "sinks and dead rows": {
-            "sinks": torch.tensor([1.0, -torch.inf, 3.0, 0.0]).double(),
-            "mask": bias.masked_fill((torch.arange(37)[:, None] % 7 == 2) | (bias > 1), -torch.inf),
-            "query_lengths": torch.tensor([5, 37]),
-        },
-        "dropout": {
-            "dropout_p": 0.3, "dropout_seed": torch.tensor([9]), "causal": "bottom_right",
-            "window": (20, -1),
-        },
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("name", _attention_cases())
-@pytest.mark.parametrize("scores", [1, 2**11])
-def test_blocks(name: str, scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 16 queries, and of some heads or some elements of the batch, for every restriction."""
-    monkeypatch.setattr(formulas, "_ROWS", 16)
-    monkeypatch.setattr(formulas, "_SCORES", scores)
-    inputs = {
-        "q": torch.randn(2, 4, 37, 8, dtype=torch.float64),
-        "k": torch.randn(2, 2, 41, 8, dtype=torch.float64),
-        "v": torch.randn(2, 2, 41, 6, dtype=torch.float64),
-        "return_lse": True,
-    } | _attention_cases()[name]
-    names = [n for n, x in inputs.items() if isinstance(x, Tensor) and x.is_floating_point()]
-    tangents = {n: torch.randn_like(inputs[n]) for n in names}
-    for given in (tangents, *({n: t} for n, t in tangents.items())):
-        found = computed(SPECS["attention"], inputs, given)
-        with Reference():
-            expected = computed(SPECS["attention"], inputs, given)
-        for x, y in zip(found, expected, strict=True):
-            torch.testing.assert_close(x, y)
-
-
 def _maps_views_of_dtypes() -> bool:
     """Whether torch.vmap can view a tensor as another dtype, as dropout's bytes need."""
     try:
@@ -318,16 +283,6 @@ def test_columns_of_a_jacobian_share_a_call() -> None:
         found = jacfwd(lambda x: fastattn.attention(x, q, q))(q)
     assert recorder.names == ["attention_fwd"]
     torch.testing.assert_close(found, jacrev(lambda x: fastattn.attention(x, q, q))(q))
-
-
-def test_vmap_of_mask_tangents() -> None:
-    q, mask, tangents = torch.randn(1, 2, 5, 8), torch.randn(1, 1, 5, 5), torch.randn(3, 1, 1, 5, 5)
-
-    def tangent(t: Tensor) -> Tensor:
-        return jvp(lambda m: fastattn.attention(q, q, q, mask=m), (mask,), (t,))[1]
-
-    expected = torch.stack([*map(tangent, tangents)])
-    torch.testing.assert_close(torch.vmap(tangent)(tangents), expected)
 
 
 def test_recorded_calls() -> None:

@@ -3,7 +3,6 @@
 import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,9 +76,7 @@ def _break(monkeypatch: pytest.MonkeyPatch, op: str, backend: str) -> None:
 
 @needs_library
 @pytest.mark.parametrize("op", ["attention", "attention_varlen", "add_layer_norm", "ffn", "linear"])
-def test_wrong_results_are_those_of_their_direction(
-    op: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_results_are_those_of_their_direction(op, monkeypatch):
     """A backward does not depend on the backend's forward, which may be wrong or hang."""
     here = [case for case in instances._cpu() if case.op == op and case.dtype == "fp32"]
     # The last ones are of the instruction set that this process uses.
@@ -108,9 +105,7 @@ def _misbehave(case: tuple[Instance, str]) -> Row:
 
 
 @pytest.mark.slow
-def test_hangs_and_crashes_are_reported_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_hangs_and_crashes_are_reported_by_name(tmp_path, monkeypatch, capsys):
     """The other instances run; another run repeats none of them."""
     kinds = ("hangs", "passes", "crashes", "wrong", "raises", "passes_too")
     cases = [
@@ -153,9 +148,7 @@ def test_hangs_and_crashes_are_reported_by_name(
     assert ended.value.code == 2 and "must have rows of" in capsys.readouterr().err
 
 
-def test_on_a_gpu_kernels_of_the_hopper_library_run_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_on_a_gpu_kernels_of_the_hopper_library_run_alone(tmp_path, monkeypatch, capsys):
     """On a pretended GPU: one process, half of the time and short limits for the library."""
     runs: list[tuple[str, int, int, float, float]] = []
 
@@ -172,9 +165,7 @@ def test_on_a_gpu_kernels_of_the_hopper_library_run_alone(
     monkeypatch.setattr(_env, "device_name", lambda device: "a GPU")
     monkeypatch.setattr(_env, "architecture", lambda *device: "sm_90")
     monkeypatch.setattr(
-        _env,
-        "why_not_on",
-        lambda name, device: "is not for it" if name == "cpu" else None,
+        _env, "why_not_on", lambda name, device: "is not for it" if name == "cpu" else None
     )
     monkeypatch.setattr(_native, "unavailable", lambda library: None)
     file = tmp_path / "rows.jsonl"

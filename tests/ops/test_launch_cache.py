@@ -154,7 +154,6 @@ def test_launches_that_are_used_stay_in_a_full_cache(make: Make) -> None:
 
 
 def test_calls_of_a_named_backend(make: Make) -> None:
-    """They have launches of their own."""
     probe = make()
     for backend in ("sm90", None, "another"):
         for _ in range(4):
@@ -234,40 +233,24 @@ def test_arguments_are_made_contiguous(make: Make, x: Tensor) -> None:
     assert probe.python == 2
 
 
-@pytest.mark.parametrize("x", ["call.x.clone()", "call.x + 0"])
-def test_a_launch_with_other_tensors_is_not_repeated(make: Make, x: str) -> None:
-    probe = make(x=x)
-    for _ in range(4):
-        probe(torch.randn(3, 4))
-    assert probe.python == 4
-
-
-def test_several_launches_are_not_repeated(make: Make, library: _Library) -> None:
-    probe = make(after="_native.call_with_workspace(op, call.x.device, *args)")
-    for _ in range(4):
-        probe(torch.randn(3, 4))
-    assert probe.python == 4 and library.calls == 8
-
-
 @pytest.mark.parametrize(
-    "after", ["y.mul_(1.0)", "z.copy_(-y)", "torch.neg(y, out=z)", "z.sum().item()"]
+    "source",
+    [
+        *({"x": x} for x in ("call.x.clone()", "call.x + 0")),  # other tensors
+        {"after": "_native.call_with_workspace(op, call.x.device, *args)"},  # two launches
+        *({"after": work} for work in ("y.mul_(1.0)", "z.copy_(-y)", "torch.neg(y, out=z)")),
+        {"after": "z.sum().item()"},
+    ],
+    ids=lambda source: next(iter(source.values())),
 )
-def test_a_launch_with_other_work_is_not_repeated(make: Make, after: str) -> None:
-    probe = make(after=after)
-    for _ in range(4):
-        probe(torch.randn(3, 4))
-    assert probe.python == 4
-
-
-def test_what_cannot_be_repeated_is_recorded_once(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    probe = make(x="call.x.clone()")
+def test_what_cannot_be_repeated_is_recorded_once(make, source, monkeypatch):
+    probe = make(**source)
     for _ in range(2):
         probe(torch.randn(3, 4))
     monkeypatch.setattr(_launch, "_Launches", None)
-    probe(torch.randn(3, 4))
-    assert probe.python == 3
+    for _ in range(2):
+        probe(torch.randn(3, 4))
+    assert probe.python == 4
 
 
 def test_a_result_that_the_library_does_not_get(make: Make, make_op: MakeOp) -> None:
@@ -332,9 +315,7 @@ _OPS = ("attention", "attention_varlen", "layer_norm", "add_layer_norm", "rms_no
 @pytest.mark.gpu
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("name", _OPS)
-def test_repeated_launches_have_the_bits_of_the_named_backend(
-    name: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_repeated_launches_have_the_bits_of_the_named_backend(name, deterministic, monkeypatch):
     """Every sample, with gradients, and other data in each of four calls, compared with calls in
     Python. Without deterministic algorithms only results are compared.
     """

@@ -64,10 +64,7 @@ def test_under_compile(qkv: list[Tensor]) -> None:
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize(
     "module",
-    [
-        fnn.LengthMaskedMultiheadAttention(8, 8, 8, 8, 2),
-        fnn.AdditiveAttention(8, 8, 4),
-    ],
+    [fnn.LengthMaskedMultiheadAttention(8, 8, 8, 8, 2), fnn.AdditiveAttention(8, 8, 4)],
     ids=lambda module: type(module).__name__,
 )
 def test_modules(module: torch.nn.Module, need_weights: bool) -> None:
@@ -107,9 +104,7 @@ def test_lengths_of_the_memory() -> None:
     ],
 )
 @pytest.mark.parametrize("name", ["key_lengths", "query_lengths"])
-def test_wrong_lists(
-    qkv: list[Tensor], name: str, lengths: Any, error: type[Exception], message: str
-) -> None:
+def test_wrong_lists(qkv, name, lengths, error, message):
     with pytest.raises(error, match=f"^{name} {message}"):
         fastattn.attention(*qkv, **{name: lengths})
 

@@ -27,9 +27,7 @@ from fastattn.testing.spec import all_specs
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_absent_and_broken_libraries_are_reasons(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_absent_and_broken_libraries_are_reasons(monkeypatch, tmp_path):
     monkeypatch.setattr(_native, "_PACKAGE", tmp_path)
     load = _native.unavailable.__wrapped__
     assert "was not built" in load("cpu")
@@ -51,7 +49,6 @@ def test_sources_have_the_interface_that_the_package_expects() -> None:
 
 
 def test_a_library_without_an_op_is_to_be_built_again(make_op: MakeOp) -> None:
-    """As one that was built before the op was added."""
     op = make_op([Backend("cpu")], cpu="", reference=REFERENCE)
     for backend in (None, "cpu"):
         with pytest.raises(RuntimeError, match=rf"a kernel of fastattn::{op.name}\.out.*build it"):

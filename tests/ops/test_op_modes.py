@@ -1,11 +1,15 @@
-"""Every op under autocast, in inference mode, on meta tensors and in threads; layouts of gradients.
+"""Every op under autocast, in inference mode, on meta tensors and in threads; layouts of gradients;
+checkpointing, jagged tensors, deterministic algorithms, AOTInductor.
 
 test_ops.py checks values against fp64; here, modes must give the same bits as eager calls.
 """
 
+import itertools
+import os
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,14 +28,21 @@ from op_examples import (
     varied_inputs,
     weighted_loss,
 )
-from torch import Tensor
+from subprocesses import python_output
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import fastattn
+from fastattn import nn as fnn
 from fastattn.ops._select import explaining
 from fastattn.testing import check, oracle
 from fastattn.testing.poison import poisoned_results
+from fastattn.testing.properties import deterministic_algorithms
 from fastattn.testing.spec import Inputs, OpSpec, Sample
 
 
@@ -68,9 +79,7 @@ def _on_device(inputs: Inputs) -> Inputs:
 )
 @pytest.mark.parametrize("backward_inside", [False, True])
 @each_choice
-def test_autocast_computes_in_its_dtype(
-    op: str, cast: tuple[str, ...], backward_inside: bool, backend: str | None
-) -> None:
+def test_autocast_computes_in_its_dtype(op, cast, backward_inside, backend):
     """As if inputs were converted before; masks and residuals are not, gradients are fp32."""
     inputs = _on_device(example_inputs(op, 33))
     function = partial(SPECS[op].function, backend=backend)
@@ -149,8 +158,6 @@ def _layouts(spec: OpSpec, inputs: Inputs) -> list[tuple[Any, ...]]:
     ],
 )
 def test_meta_and_fake_tensors(spec: OpSpec, sample: Sample) -> None:
-    """Every other sample."""
-
     def replaced(change: Callable[[Tensor], Tensor]) -> Inputs:
         inputs = sample.inputs("cpu", sample.dtypes[0])
         if "page" in inputs:  # which pages there are depends on values
@@ -213,10 +220,7 @@ _OUTPUT_GRADIENT_LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @each_backend
 @pytest.mark.parametrize("layout", _OUTPUT_GRADIENT_LAYOUTS)
-def test_layouts_of_output_gradients(
-    spec: OpSpec, backend: str, layout: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Autograd passes gradients of any layout."""
+def test_layouts_of_output_gradients(spec, backend, layout, monkeypatch):
     contiguous = oracle.output_gradients
 
     def output_gradients(*args: Any) -> tuple[Tensor, ...]:
@@ -236,7 +240,6 @@ def test_layouts_of_output_gradients(
 
 @each_backend
 def test_gradients_of_some_inputs(spec: OpSpec, backend: str) -> None:
-    """Only needed gradients are computed, with the same bits."""
     inputs = _on_device(example_inputs(spec.name, 33))
     with torch.no_grad(), explaining() as explanations:
         spec.function(**inputs, backend=backend)
@@ -267,9 +270,10 @@ def test_gradients_of_some_inputs(spec: OpSpec, backend: str) -> None:
 
 @pytest.mark.parametrize("op", ["attention", "add_layer_norm"])
 @pytest.mark.parametrize("used", [0, 1])
-def test_gradient_of_one_output(op: str, used: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradient_of_one_output(op: str, used: int, dtype: torch.dtype) -> None:
     """The backward op gets None, not zeros, for the gradient of the other output."""
-    inputs = example_inputs(op, 5, torch.float64)
+    inputs = example_inputs(op, 5, dtype)
     names = varied_inputs(inputs)
     tensors = [inputs[n] for n in names]
     outputs = [torch.where(x.isinf(), 0, x) for x in SPECS[op].function(**inputs)]
@@ -301,19 +305,6 @@ def test_saved_memory() -> None:
     assert saved.count((60, 50)) == 1 and len([s for s in saved if s != (1,)]) == 4, saved
 
 
-def test_checkpointing_repeats_the_dropout() -> None:
-    x, residual = torch.randn(9, 33, requires_grad=True), torch.randn(9, 33)
-
-    def block(x: Tensor) -> Tensor:
-        return fastattn.add_layer_norm(x, residual, dropout_p=0.5)
-
-    torch.manual_seed(3)
-    expected = torch.autograd.grad(block(x).sin().sum(), x)
-    torch.manual_seed(3)
-    recomputed = torch.autograd.grad(checkpoint(block, x, use_reentrant=False).sin().sum(), x)
-    assert_same_bits(recomputed, expected)
-
-
 # -- other modes ----------------------------------------------------------------------------------
 @each_op
 def test_inference_mode(op: str) -> None:
@@ -329,18 +320,16 @@ def test_inference_mode(op: str) -> None:
 
 @each_op
 def test_deterministic_algorithms(op: str) -> None:
-    """No op raises. `fastattn check` compares two runs of every sample."""
-    inputs = _on_device(example_inputs(op, 33))
-    expected = gradients_of(SPECS[op].function, inputs)
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert_same_bits(gradients_of(SPECS[op].function, inputs), expected)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    """No op raises, also compiled. `fastattn check` compares two runs of every sample."""
+    inputs, function = _on_device(example_inputs(op, 33)), SPECS[op].function
+    expected = gradients_of(function, inputs)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    with deterministic_algorithms():
+        for called in (function, compiled, compiled):
+            assert_same_bits(gradients_of(called, inputs), expected)
 
 
 def test_threads() -> None:
-    """Several threads call every op at the same time while another one calls `explain`."""
     inputs = {op: _on_device(example_inputs(op, 33)) for op in SPECS}
     expected = {op: gradients_of(SPECS[op].function, inputs[op]) for op in SPECS}
     failures: list[BaseException] = []
@@ -370,8 +359,6 @@ def test_threads() -> None:
 
 @torch._dynamo.config.patch(capture_scalar_outputs=True)
 def test_max_seqlen_may_depend_on_data() -> None:
-    """max_seqlen computed from data, in a compiled graph and an exported program."""
-
     class Step(torch.nn.Module):
         def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
             longest = offsets.diff().max().item()
@@ -399,3 +386,237 @@ def test_numpy_scalars_are_accepted() -> None:
     for value in (True, np.bool_(True), torch.tensor(1), 1.0, "1"):
         with pytest.raises(TypeError, match="dropout_stream must be an integer"):
             fastattn.attention(q, q, q, dropout_p=0.5, dropout_stream=value)  # type: ignore[arg-type]
+
+
+OPS = torch.ops.fastattn
+
+
+# -- activation checkpointing ----------------------------------------------------------------------
+def layer(dropout: float = 0.2) -> nn.Module:
+    torch.manual_seed(0)
+    return fnn.TransformerEncoderLayer(16, 2, 32, dropout, batch_first=True)
+
+
+def gradients(function: Callable[[Tensor], Tensor], module: nn.Module) -> list[Tensor]:
+    x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    torch.manual_seed(2)
+    y = function(x)
+    return [y, *torch.autograd.grad(y.square().sum(), [x, *module.parameters()])]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_repeats_the_dropout(reentrant: bool) -> None:
+    module = layer()
+    expected = gradients(module, module)
+    if reentrant:  # its backward is called for parameters alone by .backward()
+        x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        torch.manual_seed(2)
+        y = checkpoint(module, x, use_reentrant=True)
+        y.square().sum().backward()
+        got = [y, x.grad, *(p.grad for p in module.parameters())]
+    else:
+        got = gradients(lambda x: checkpoint(module, x, use_reentrant=False), module)
+    for actual, whole in zip(got, expected, strict=True):
+        assert torch.equal(actual, whole)
+
+
+@pytest.mark.parametrize(
+    ("saved", "runs"), [((), 2), ((OPS.attention_fwd.default, OPS.ffn_fwd.default), 1)]
+)
+def test_selective_checkpointing(saved: tuple[Any, ...], runs: int) -> None:
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        keep = op in saved
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    module = layer()
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    with CallRecorder() as recorder:
+        got = gradients(
+            lambda x: checkpoint(module, x, use_reentrant=False, context_fn=contexts), module
+        )
+    for actual, whole in zip(got, gradients(module, module), strict=True):
+        assert torch.equal(actual, whole)
+    count = recorder.names.count
+    assert count("attention_fwd") == count("ffn_fwd") == runs
+    assert count("attention_bwd") == count("ffn_bwd") == 1
+
+
+# -- jagged nested tensors -------------------------------------------------------------------------
+def jagged(*shape: int, lengths: tuple[int, ...] = (3, 6, 0, 4)) -> tuple[Tensor, Tensor]:
+    """Rows [T, *shape] that require grad, and a nested tensor [B, H, j, D] made from them."""
+    rows = torch.randn(sum(lengths), *shape, requires_grad=True)
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    return rows, torch.nested.nested_tensor_from_jagged(rows, offsets).transpose(1, 2)
+
+
+@pytest.mark.parametrize("causal", [False, True, "bottom_right"])
+def test_jagged_attention(causal: Any) -> None:
+    torch.manual_seed(0)
+    rows = torch.randn(13, 6, 8, requires_grad=True)
+    offsets = torch.tensor([0, 3, 9, 9, 13])
+    q, k, v = (
+        torch.nested.nested_tensor_from_jagged(part, offsets).transpose(1, 2)
+        for part in rows.split([2, 2, 2], dim=1)
+    )
+    out, lse = fastattn.attention(q, k, v, causal=causal, return_lse=True)
+    assert out.shape == q.shape
+    weights = torch.randn(13, 2, 8)
+    (gradient,) = torch.autograd.grad((out.transpose(1, 2).values() * weights).sum(), rows)
+    expected = []
+    for start, end in itertools.pairwise(offsets.tolist()):
+        parts = (x.transpose(0, 1)[None] for x in rows[start:end].split([2, 2, 2], dim=1))
+        expected.append(fastattn.attention(*parts, causal=causal)[0].transpose(0, 1))
+    whole = torch.cat(expected)
+    torch.testing.assert_close(out.transpose(1, 2).values(), whole)
+    torch.testing.assert_close(gradient, torch.autograd.grad((whole * weights).sum(), rows)[0])
+    assert lse.transpose(1, 2).values().shape == (13, 2)
+
+
+def test_jagged_queries_and_keys_of_different_lengths() -> None:
+    rows_q, q = jagged(4, 8, lengths=(3, 1))
+    rows_k, k = jagged(2, 8, lengths=(5, 2))
+    out = fastattn.attention(q, k, k)
+    first = fastattn.attention(
+        *(x.transpose(0, 1)[None] for x in (rows_q[:3], rows_k[:5], rows_k[:5]))
+    )
+    torch.testing.assert_close(out.transpose(1, 2).values()[:3], first[0].transpose(0, 1))
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("shape", [(8,), (2, 8)])
+def test_jagged_linear(shape: tuple[int, ...], compiles: bool) -> None:
+    """The same bits as for the rows, and the same sequences as in PyTorch."""
+    rows, _ = jagged(*shape)
+    weight, bias = torch.randn(5, 8, requires_grad=True), torch.randn(5, requires_grad=True)
+    x = torch.nested.nested_tensor_from_jagged(rows, torch.tensor([0, 3, 9, 9, 13]))
+
+    def linear(x: Tensor) -> Tensor:
+        return fastattn.linear(x, weight, bias)
+
+    if compiles:
+        linear = torch.compile(linear, fullgraph=True, backend="aot_eager")
+    y, expected = linear(x), fastattn.linear(rows, weight, bias)
+    assert y.shape == torch.nn.functional.linear(x, weight, bias).shape
+    assert torch.equal(y.values(), expected)
+    factors = torch.randn_like(expected)
+    found, wanted = (
+        torch.autograd.grad((results * factors).sum(), (rows, weight, bias))
+        for results in (y.values(), expected)
+    )
+    for gradient, like in zip(found, wanted, strict=True):
+        assert torch.equal(gradient, like)
+
+
+def test_jagged_linear_of_a_named_backend() -> None:
+    _, x = jagged(8)
+    for backend in ("torch", "reference"):
+        explanation = fastattn.explain(
+            "linear", x.transpose(1, 2), torch.randn(5, 8), backend=backend
+        )
+        assert explanation.chosen == backend
+
+
+def test_jagged_linear_in_autocast() -> None:
+    _, x = jagged(8)
+    weight = torch.randn(5, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = fastattn.linear(x.transpose(1, 2), weight, backend="reference")
+    rows = x.transpose(1, 2).values()
+    assert torch.equal(y.values(), torch.nn.functional.linear(rows.bfloat16(), weight.bfloat16()))
+
+
+def test_jagged_errors() -> None:
+    _, q = jagged(2, 8)
+    with pytest.raises(TypeError, match="x must be dense or a contiguous jagged tensor, got"):
+        fastattn.linear(q, torch.randn(5, 8))
+    dense = torch.randn(4, 2, 6, 8)
+    with pytest.raises(
+        TypeError, match="k must be a jagged nested tensor if q, k or v is one, got torch"
+    ):
+        fastattn.attention(q, dense, dense)
+    with pytest.raises(ValueError, match="mask must be None for nested q, k and v"):
+        fastattn.attention(q, q, q, mask=torch.ones(6, 6, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"q must be \[B, H, j, D\]"):
+        untransposed = q.transpose(1, 2)
+        fastattn.attention(untransposed, untransposed, untransposed)
+    with pytest.raises(TypeError, match="k must be a dense tensor, got a nested tensor"):
+        fastattn.attention(dense, q, q)
+    with pytest.raises(TypeError, match="q must be a dense tensor, got a nested tensor"):
+        fastattn.attention_weights(q, q)
+    _, same = jagged(2, 8)
+    assert fastattn.attention(q, q, same).shape == q.shape
+    _, others = jagged(2, 8, lengths=(3, 5, 1, 4))
+    with pytest.raises(ValueError, match="v must have the sequence lengths of k, got others"):
+        fastattn.attention(q, q, others)
+    _, fewer = jagged(2, 8, lengths=(3, 10))
+    with pytest.raises(ValueError, match="k must have q's 4 sequences, got 2"):
+        fastattn.attention(q, fewer, fewer)
+    narrow = torch.nested.narrow(
+        torch.randn(2, 6, 2, 8), 1, torch.tensor([1, 0]), torch.tensor([3, 4]), layout=torch.jagged
+    ).transpose(1, 2)
+    with pytest.raises(ValueError, match="q must have no gaps between its sequences"):
+        fastattn.attention(narrow, narrow, narrow)
+
+
+# -- ahead of time ---------------------------------------------------------------------------------
+class Everything(nn.Module):
+    """A module that calls each op once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = fnn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        self.norm = fnn.RMSNorm(16)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        heads = self.norm(self.layer(x)).unflatten(-1, (2, 8)).transpose(1, 2)
+        out = fastattn.attention(heads, heads, heads, key_lengths=lengths, causal="top_left")
+        return fastattn.add_layer_norm(out.transpose(1, 2).flatten(-2), x)
+
+
+@pytest.mark.slow
+def test_aot_inductor_in_a_python_process(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Everything().eval()
+    x, lengths = torch.randn(3, 7, 16), torch.tensor([7, 2, 0])
+    dynamic = {"x": {1: torch.export.Dim("S", min=2, max=64)}, "lengths": None}
+    with torch.no_grad():
+        exported = torch.export.export(model, (x, lengths), dynamic_shapes=dynamic)
+        package = torch._inductor.aoti_compile_and_package(
+            exported, package_path=str(tmp_path / "model.pt2"), inductor_configs=_COMPILES_QUICKLY
+        )
+        loaded = torch._inductor.aoti_load_package(package)
+        for S in (7, 12):
+            x = torch.randn(3, S, 16)
+            torch.testing.assert_close(loaded(x, lengths), model(x, lengths))
+    torch.export.save(exported, tmp_path / "exported.pt2")
+    with_ops, without = (_loads(tmp_path, first) for first in ("import fastattn", "pass"))
+    assert with_ops == ["True", "True"]
+    assert without[0].startswith("We ran into an error when deserializing the saved file")
+    assert "Could not find schema for fastattn::attention_fwd" in without[1]
+
+
+# Headers that one model includes are not worth precompiling.
+_COMPILES_QUICKLY = {
+    "aot_inductor.precompile_headers": False,
+    "aot_inductor.compile_wrapper_opt_level": "O0",
+}
+_LOAD = """
+{first}
+import torch
+arguments = torch.ones(3, 7, 16), torch.tensor([7, 2, 0])
+for load in (
+    lambda: torch.export.load("exported.pt2").module(),
+    lambda: torch._inductor.aoti_load_package("model.pt2"),
+):
+    try:
+        with torch.no_grad():
+            print(bool(load()(*arguments).isfinite().all()))
+    except RuntimeError as error:
+        print(str(error).splitlines()[0])
+"""
+
+
+def _loads(folder: Path, first: str) -> list[str]:
+    """Output of a process that loads and runs both files after the statement `first`."""
+    env = os.environ | {"PYTHONPATH": str(Path(fastattn.__file__).parents[1])}
+    return python_output("-c", _LOAD.format(first=first), cwd=folder, env=env).splitlines()

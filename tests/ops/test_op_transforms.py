@@ -106,7 +106,6 @@ def test_compile_without_gradients(op: str) -> None:
 
 
 def test_compile_with_numbers_that_change() -> None:
-    """A module's scale, probability and eps, which dynamic shapes make symbolic."""
     q = torch.randn(1, 2, 5, 8)
 
     def both(number: float) -> Tensor:
@@ -144,7 +143,6 @@ def test_compiled_autograd_of_numbers_that_change() -> None:
 
 @pytest.mark.parametrize("op", ["attention", "attention_varlen", "add_layer_norm", "ffn"])
 def test_compiled_code_draws_its_seeds(op: str) -> None:
-    """Without a seed, every call of the compiled graph has different dropout."""
     inputs = example_inputs(op, 33)
     inputs = {n: x for n, x in inputs.items() if n not in ("dropout_seed", "dropout_stream")}
     compiled = torch.compile(SPECS[op].function, fullgraph=True, dynamic=True, backend="aot_eager")

@@ -1,8 +1,7 @@
-"""Every op x sample x dtype x backend, every error, and derivatives by finite differences."""
+"""Every op x sample x dtype x backend, every error; the ops without the public functions."""
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,16 @@ import pytest
 import torch
 from attention_options import packing
 from call_recorder import CallRecorder
-from op_examples import DEVICE, SPECS, as_tuple, backends_of, each_backend, results_of
+from op_examples import (
+    DEVICE,
+    SPECS,
+    as_tuple,
+    backends_of,
+    each_backend,
+    example_inputs,
+    results_of,
+    varied_inputs,
+)
 from torch import Tensor
 
 import fastattn
@@ -18,7 +26,6 @@ from fastattn.ops._op import Op
 from fastattn.ops._select import OPS, explaining, op_of
 from fastattn.ops.attention import spec as spec_of_attention
 from fastattn.ops.attention.calls import ForwardCall
-from fastattn.ops.ffn.op import ACTIVATIONS, GATED_ACTIVATIONS
 from fastattn.testing.check import check_sample
 from fastattn.testing.oracle import Oracle
 from fastattn.testing.rows import DTYPES
@@ -82,7 +89,16 @@ def _each_sample() -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("spec, sample", _each_sample())
+def _drawn_samples() -> list[Any]:
+    return [
+        pytest.param(spec, spec.drawn(n), id=f"{spec.name}-drawn-{n}")
+        for spec in SPECS.values()
+        if spec.drawn
+        for n in range(60)
+    ]
+
+
+@pytest.mark.parametrize("spec, sample", _each_sample() + _drawn_samples())
 def test_reference_equals_torch(spec: OpSpec, sample: Sample) -> None:
     """The reference and an independent form in PyTorch's operators agree in fp64."""
     inputs = spec.widen(sample.inputs("cpu", torch.float32))
@@ -175,9 +191,7 @@ def _packed(**changes: Any) -> Inputs:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
-def test_wrong_type_names_the_argument(
-    op: str, argument: str, inputs: Inputs, autocast: bool
-) -> None:
+def test_wrong_type_names_the_argument(op, argument, inputs, autocast):
     with (
         torch.autocast("cpu", torch.bfloat16, enabled=autocast),
         pytest.raises((TypeError, ValueError), match=f"^{argument} must "),
@@ -241,9 +255,7 @@ _WRONG: tuple[tuple[str, tuple[Any, ...], Inputs, type[Exception], str], ...] = 
 
 @pytest.mark.parametrize("op, args, options, error, message", _WRONG)
 @pytest.mark.parametrize("graph", [False, True], ids=["", "graph"])
-def test_wrong_arguments(
-    op: str, args: Any, options: Inputs, error: type[Exception], message: str, graph: bool
-) -> None:
+def test_wrong_arguments(op, args, options, error, message, graph):
     if graph and isinstance(args[0], Tensor) and args[0].is_floating_point():
         args = (args[0].detach().requires_grad_(), *args[1:])
     with pytest.raises(error, match=message):
@@ -290,9 +302,7 @@ _TABLE = torch.zeros(16, 1, dtype=torch.int32)
     ],
 )
 @pytest.mark.parametrize("backend", [None, "cpu", "torch", "reference"])
-def test_packed_calls_refuse_what_they_do_not_read(
-    backend: str | None, given: dict[str, Any], message: str
-) -> None:
+def test_packed_calls_refuse_what_they_do_not_read(backend, given, message):
     """fp64 runs no C++ kernel. The public function cannot make such calls."""
     for dtype in (torch.float32, torch.float64) if backend != "cpu" else (torch.float32,):
         x = torch.ones(16, 2, 8, dtype=dtype)
@@ -309,9 +319,7 @@ def test_packed_calls_refuse_what_they_do_not_read(
 @pytest.mark.parametrize("backend", [None, "reference"])
 @pytest.mark.parametrize("size", [2**31 - 1, 2**31, 2**62, 2**63 - 1, 2**70])
 @pytest.mark.parametrize("causal", [False, "bottom_right"])
-def test_windows_beyond_every_position_are_unlimited(
-    causal: bool | str, size: int, backend: str | None
-) -> None:
+def test_windows_beyond_every_position_are_unlimited(causal, size, backend):
     q = torch.randn(1, 1, 5, 4)
     k = torch.randn(1, 1, 7, 4)
     for window, same in (((size, 0), (-1, 0)), ((0, size), (0, -1)), ((size, size), None)):
@@ -375,9 +383,7 @@ def _in_other_layouts() -> list[Any]:
 @pytest.mark.parametrize("op, argument, layout", _in_other_layouts())
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-def test_other_layouts_are_refused_by_name(
-    op: str, argument: str, layout: str, autocast: bool
-) -> None:
+def test_other_layouts_are_refused_by_name(op, argument, layout, autocast):
     inputs = _COMPLETE[op]
     function = getattr(fastattn, op)
     function(**inputs)
@@ -400,166 +406,18 @@ def test_other_devices_are_refused_by_name(op: str) -> None:
                 function(**_COMPLETE[op] | {argument: x.to("meta")})
 
 
-# -- derivatives ----------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Small:
-    """Small inputs in fp64 for finite differences; tensors that require grad are varied."""
-
-    op: str
-    name: str
-    inputs: Inputs = field(repr=False)
-
-    def function(self) -> tuple[Callable[..., tuple[Tensor, ...]], tuple[Tensor, ...]]:
-        """The op as a function of the varied tensors; -inf in `lse` is replaced by 0."""
-        varied = [n for n, x in self.inputs.items() if isinstance(x, Tensor) and x.requires_grad]
-
-        def function(*tensors: Tensor) -> tuple[Tensor, ...]:
-            inputs = self.inputs | dict(zip(varied, tensors, strict=True))
-            outputs = SPECS[self.op].function(**inputs, backend="reference")
-            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-            return tuple(torch.where(x.isinf(), 0, x) for x in outputs)
-
-        return function, tuple(self.inputs[n] for n in varied)
-
-
-_GENERATOR = torch.Generator().manual_seed(1)
-
-
-def _vary(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=_GENERATOR, dtype=torch.float64).requires_grad_()
-
-
-def _seed(value: int = 5) -> Inputs:
-    return {"dropout_seed": torch.tensor([value]), "dropout_stream": 3}
-
-
-def _blocking(*shape: int) -> Tensor:
-    """An additive mask that blocks some pairs."""
-    mask = torch.randn(*shape, generator=_GENERATOR, dtype=torch.float64)
-    blocked = torch.rand(shape, generator=_GENERATOR) < 0.2
-    return mask.masked_fill(blocked, -torch.inf).requires_grad_()
-
-
-def _qkv(B: int, H: int, K: int, M: int, N: int, D: int, E: int) -> Inputs:
-    return {"q": _vary(B, H, M, D), "k": _vary(B, K, N, D), "v": _vary(B, K, N, E)}
-
-
-def _network(activation: str) -> Inputs:
-    wide = 6 if activation in GATED_ACTIVATIONS else 3
-    inputs: Inputs = {"x": _vary(3, 2), "w1": _vary(wide, 2), "b1": _vary(wide)}
-    inputs |= {"w2": _vary(2, 3), "b2": _vary(2), "residual": _vary(3, 2)}
-    dropout = {"dropout_p": 0.3, "output_dropout_p": 0.2} | _seed()
-    return inputs | {"activation": activation} | dropout
-
-
-_NORM = {"weight": _vary(5), "bias": _vary(5)}
-
-SMALL = (
-    Small("attention", "plain", _qkv(1, 1, 1, 2, 3, 2, 2)),
-    Small(
-        "attention",
-        "everything",
-        _qkv(2, 4, 2, 3, 4, 3, 2)
-        | {
-            "mask": _blocking(4, 3, 4),
-            "causal": "bottom_right",
-            "key_lengths": torch.tensor([4, 0]),
-            "dropout_p": 0.3,
-            "return_lse": True,
-        }
-        | _seed(),
-    ),
-    Small(
-        "attention",
-        "rows",
-        _qkv(2, 2, 2, 4, 4, 2, 3)
-        | {
-            "mask": _vary(2, 1, 1, 4),
-            "causal": True,
-            "window": (2, -1),
-            "key_lengths": torch.tensor([[0, 4, 2, 3], [4, 4, 1, 9]]),
-            "query_lengths": torch.tensor([4, 3]),
-            "scale": -0.7,
-            "return_lse": True,
-        },
-    ),
-    Small(
-        "attention_with_weights",
-        "everything",
-        _qkv(2, 4, 2, 3, 5, 2, 3)
-        | {
-            "mask": _vary(2, 4, 3, 5),
-            "causal": "bottom_right",
-            "key_lengths": torch.tensor([5, 3]),
-            "dropout_p": 0.3,
-            "average": False,
-        }
-        | _seed(),
-    ),
-    Small("attention_with_weights", "average", _qkv(2, 4, 2, 3, 5, 2, 3) | {"average": True}),
-    Small(
-        "attention_varlen",
-        "everything",
-        {
-            "q": _vary(2, 5, 3),  # heads first, one token after the last sequence
-            "k": _vary(1, 7, 3),
-            "v": _vary(1, 7, 2),
-            "cu_seqlens_q": torch.tensor([0, 3, 3, 4], dtype=torch.int32),
-            "cu_seqlens_k": torch.tensor([0, 2, 4, 7], dtype=torch.int32),
-            "max_seqlen_q": 4,
-            "max_seqlen_k": 3,
-            "causal": "bottom_right",
-            "dropout_p": 0.3,
-        }
-        | _seed(),
-    ),
-    Small("layer_norm", "plain", {"x": _vary(2, 5)}),
-    Small("layer_norm", "everything", {"x": _vary(2, 2, 5), **_NORM, "eps": 0.1}),
-    Small("add_layer_norm", "plain", {"x": _vary(2, 5), "residual": _vary(2, 5)}),
-    Small(
-        "add_layer_norm",
-        "everything",
-        {"x": _vary(3, 5), "residual": _vary(3, 5), "x_bias": _vary(5), **_NORM, "eps": 0.1}
-        | {"dropout_p": 0.4, "return_sum": True}
-        | _seed(),
-    ),
-    Small("rms_norm", "plain", {"x": _vary(2, 5)}),
-    Small("rms_norm", "everything", {"x": _vary(3, 5), "weight": _vary(5), "eps": 0.1}),
-    *[Small("ffn", activation, _network(activation)) for activation in ACTIVATIONS],
-    Small(
-        "ffn",
-        "plain",
-        {"x": _vary(2, 2), "w1": _vary(3, 2), "b1": None, "w2": _vary(2, 3), "b2": None}
-        | {"activation": "gelu"},
-    ),
-)
-
-_each_small = pytest.mark.parametrize("small", SMALL, ids=lambda s: f"{s.op}-{s.name}")
-
-
-@_each_small
-def test_gradcheck(small: Small) -> None:
-    assert torch.autograd.gradcheck(*small.function())
-
-
-@_each_small
-def test_gradgradcheck(small: Small) -> None:
-    assert torch.autograd.gradgradcheck(*small.function(), fast_mode=True)
-
-
-@pytest.mark.parametrize(
-    "small", [s for s in SMALL if s.name in ("everything", "swiglu")], ids=lambda s: s.op
-)
-def test_raw_ops_are_differentiable(small: Small) -> None:
+# -- raw ops and launches -------------------------------------------------------------------------
+@pytest.mark.parametrize("op", SPECS)
+def test_raw_ops_are_differentiable(op: str) -> None:
     """torch.ops.fastattn.*_fwd, and *_bwd with its results, called without the public function."""
-    function, varied = small.function()
+    inputs = example_inputs(op, 4, torch.float64)
+    varied = [inputs[n] for n in varied_inputs(inputs)]
     with CallRecorder() as recorder:
-        outputs = function(*varied)
+        outputs = as_tuple(SPECS[op].function(**inputs, backend="reference"))
         torch.autograd.grad(outputs, varied, [torch.ones_like(x) for x in outputs])
     (fwd, fwd_args, _), (bwd, bwd_args, _) = recorder.calls
-    for op, direction in ((fwd, "fwd"), (bwd, "bwd")):
-        name = op_of(small.op).public_name
-        assert op.name() == f"fastattn::{name}_{direction}.backend"
+    for called, direction in ((fwd, "fwd"), (bwd, "bwd")):
+        assert called.name() == f"fastattn::{op_of(op).public_name}_{direction}.backend"
     fwd_values = dict(zip([a.name for a in fwd._schema.arguments], fwd_args, strict=False))
     bwd_values = dict(zip([a.name for a in bwd._schema.arguments], bwd_args, strict=False))
     results = [r.name for r in fwd._schema.returns]
@@ -569,14 +427,14 @@ def test_raw_ops_are_differentiable(small: Small) -> None:
         if isinstance(x, Tensor) and x.is_floating_point() and name not in results
     ]
 
-    def call(op: Any, values: dict[str, Any], changes: dict[str, Tensor]) -> list[Tensor]:
-        return op(*(changes.get(name, x) for name, x in values.items()))
+    def call(op: Any, values: dict[str, Any], changes: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        return as_tuple(op(*(changes.get(name, x) for name, x in values.items())))
 
     def forward(*tensors: Tensor) -> list[Tensor]:
         outputs = call(fwd, fwd_values, dict(zip(moving, tensors, strict=True)))
         return [torch.where(x.isinf(), 0, x) for x in outputs if x.requires_grad]
 
-    def backward(*tensors: Tensor) -> list[Tensor]:
+    def backward(*tensors: Tensor) -> tuple[Tensor, ...]:
         changes = dict(zip(moving, tensors, strict=True))
         outputs = call(fwd, fwd_values, changes)
         return call(bwd, bwd_values, changes | dict(zip(results, outputs, strict=True)))

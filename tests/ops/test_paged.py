@@ -78,15 +78,6 @@ def test_no_pages_at_all() -> None:
         fastattn.attention(**call, key_lengths=[0, 1])
 
 
-def test_samples_without_queries() -> None:
-    """Lengths of each query say that no page is used."""
-    k = torch.randn(2, 2, 48, 8)
-    inputs = {"q": torch.randn(2, 4, 0, 8), "k": k, "v": k, "key_lengths": torch.zeros(2, 0).int()}
-    call = in_pages(inputs, 16)
-    assert call["k"].isnan().all() and call["block_table"].shape == (2, 3)
-    assert fastattn.attention(**call).shape == (2, 4, 0, 8)
-
-
 def test_no_queries() -> None:
     """Then no entry of the block table is used, also with key lengths of each query."""
     call = _small()
@@ -108,14 +99,6 @@ def test_pages_with_keys_before_heads_are_recognised() -> None:
     pages = torch.ones(3, 16, 2, 8)
     with pytest.raises(ValueError, match=r"pass k.transpose\(1, 2\) and v.transpose\(1, 2\)"):
         fastattn.attention(q, pages, pages, block_table=table)
-
-
-def test_autocast() -> None:
-    call = _small()
-    with torch.autocast("cpu", torch.bfloat16):
-        out = fastattn.attention(**call)
-    halves = {n: x.bfloat16() if x.is_floating_point() else x for n, x in call.items()}
-    assert_same_bits(out, fastattn.attention(**halves))
 
 
 # -- the dispatcher --------------------------------------------------------------------------------

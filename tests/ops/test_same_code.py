@@ -88,9 +88,7 @@ def test_machine_code_is_that_of_each_kernel(printed: Path) -> None:
         ({"a": "1", "b": "2", "c": "2"}, {"a": "1", "d": "2"}, ["b", "c", "d"]),
     ],
 )  # fmt: skip
-def test_kernels_of_two_libraries(
-    old: dict[str, str], new: dict[str, str], names: list[str]
-) -> None:
+def test_kernels_of_two_libraries(old, new, names):
     assert same_code.differences(old, new) == names
 
 
@@ -106,9 +104,7 @@ def test_kernels_of_two_libraries(
     ],
     ids=lambda value: next(iter(value), "equal") if isinstance(value, dict) else "",
 )
-def test_a_record_is_carried_over_where_all_machine_code_is_equal(
-    printed: Path, change: dict[str, Any], why: str | None
-) -> None:
+def test_a_record_is_carried_over_where_all_machine_code_is_equal(printed, change, why):
     digest = _verified.digest.__wrapped__("sm90")
     _, launchers = digest.split("-")
     entry = {"op": "ffn", "dtype": "bfloat16", "status": "passed"}
@@ -123,9 +119,7 @@ def test_a_record_is_carried_over_where_all_machine_code_is_equal(
     assert json.loads(file.read_text()) == (record | {"digest": digest} if why is None else record)
 
 
-def test_a_library_is_disassembled_once(
-    printed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_is_disassembled_once(printed, tmp_path, monkeypatch):
     """A record of the same kernels keeps the machine code, one of others does not."""
     monkeypatch.setenv(_env.RECORD_VARIABLE, str(tmp_path / "verified"))
     monkeypatch.setattr(_env, "architecture", lambda *_: "sm_90")
@@ -147,9 +141,7 @@ def test_a_library_is_disassembled_once(
     assert recorded()["code"] == {}
 
 
-def test_the_command(
-    printed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command(printed, monkeypatch, capsys):
     """It builds the libraries, then says of each record whether it is of these kernels."""
     built: list[str] = []
 

@@ -4,7 +4,6 @@ The tests need no GPU: the selection reads only the device and the dtype of a te
 """
 
 import json
-import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from probe_op import REFERENCE, MakeOp, refuses, run_op, value_of, writes
-from small_calls import OPS
 
 from fastattn.ops import _env, _select, _verified, backend_table
 from fastattn.ops._op import Backend, Op
@@ -61,14 +59,11 @@ def _verifiable(make_op: MakeOp) -> Op:
     return make_op(order, triton=writes(1), reference=REFERENCE)
 
 
-def test_a_kernel_that_passed_is_automatic(
-    make_op: MakeOp, record: Callable[..., None], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_kernel_that_passed_is_automatic(make_op, record, caplog):
     op = _verifiable(make_op)
     record(op.name, "triton")
-    with caplog.at_level(logging.WARNING, logger="fastattn"):
-        assert _select.select(op, _on_cuda(), None) == "triton"
-        assert _select.explain(op, _on_cuda(), None).chosen == "triton"
+    assert _select.select(op, _on_cuda(), None) == "triton"
+    assert _select.explain(op, _on_cuda(), None).chosen == "triton"
     assert not caplog.records
     assert value_of(op) == 4  # the CPU is not affected
 
@@ -86,9 +81,7 @@ def test_forward_and_backward_use_the_same_entry() -> None:
         assert op.data_dtype([given.get(n) for n in op.arguments]) is torch.bfloat16, name
 
 
-def test_the_table_names_the_dtypes_that_passed(
-    record: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_table_names_the_dtypes_that_passed(record, monkeypatch):
     monkeypatch.setattr(_env, "why_not_on", lambda backend, device: "is unsupported")
     record("ffn", "triton")
     record("ffn", "triton", dtype="float16")
@@ -111,9 +104,7 @@ def test_the_table_names_the_dtypes_that_passed(
     ],
     ids=lambda other: next(iter(other)),
 )
-def test_an_entry_applies_to_its_kernels(
-    make_op: MakeOp, record: Callable[..., None], other: dict[str, str]
-) -> None:
+def test_an_entry_applies_to_its_kernels(make_op, record, other):
     op = _verifiable(make_op)
     record(**{"op": op.name, "backend": "triton"} | other)
     assert _select.select(op, _on_cuda(), None) == "reference"
@@ -134,9 +125,7 @@ def test_an_entry_applies_to_its_dtype(make_op: MakeOp, record: Callable[..., No
 
 
 @pytest.mark.parametrize("suffix", ["_fwd", "_bwd"])
-def test_an_entry_applies_to_forward_and_backward(
-    make_op: MakeOp, record: Callable[..., None], suffix: str
-) -> None:
+def test_an_entry_applies_to_forward_and_backward(make_op, record, suffix):
     """Unless it names one of them."""
     order = [Backend("triton", automatic=False), Backend("reference")]
     op, other = (
@@ -149,22 +138,7 @@ def test_an_entry_applies_to_forward_and_backward(
     assert _select.select(other, _on_cuda(), None) == expected
 
 
-@pytest.mark.parametrize(
-    "name",
-    [op for op in OPS if "triton" in _select.op_of(op).backends and f"{op}_fwd" in _select.OPS],
-)
-def test_an_entry_applies_to_both_ops_of_a_function(
-    name: str, record: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    record(name, "triton")
-    for op in (_select.OPS[f"{name}_fwd"], _select.OPS[f"{name}_bwd"]):
-        monkeypatch.setattr(op, "orders", {})
-        assert op.backends["triton"] in _select.order(op, CUDA, torch.bfloat16)
-
-
-def test_an_entry_applies_to_gpus_of_its_architecture(
-    make_op: MakeOp, record: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_entry_applies_to_gpus_of_its_architecture(make_op, record, monkeypatch):
     monkeypatch.setattr(_env, "architecture", lambda _, index: ("sm_90", "sm_80")[index])
     record((op := _verifiable(make_op)).name, "triton")
     for index, backend in ((0, "triton"), (1, "reference"), (0, "triton")):
@@ -204,9 +178,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("_C_sm90.abi3.so", " kernels", " the same kernels", False),
     ],
 )
-def test_the_digest_is_of_sources_and_launchers(
-    package: Path, file: str, before: str, after: str, changes: bool
-) -> None:
+def test_the_digest_is_of_sources_and_launchers(package, file, before, after, changes):
     """Comments, docstrings and white space do not count, nor other backends and queries."""
     digest = _verified.digest.__wrapped__
     first, content = digest("sm90"), (package / file).read_text()
@@ -224,13 +196,7 @@ def test_the_digest_names_the_version_of_triton(monkeypatch: pytest.MonkeyPatch)
     assert digest("triton") == f"0.0-{first.rpartition('-')[2]}"
 
 
-def test_records_ship_with_the_package(
-    make_op: MakeOp,
-    record: Callable[..., None],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_records_ship_with_the_package(make_op, record, tmp_path, monkeypatch, caplog):
     """The user's own failures and an unreadable record outweigh them."""
     op = _verifiable(make_op)
     shipped, own = (tmp_path / name / "sm_90-triton.json" for name in ("shipped", "verified"))
@@ -277,11 +243,8 @@ def test_records_ship_with_the_package(
     assert chosen() == "reference"
 
 
-def test_the_reference_says_how_to_verify(
-    make_op: MakeOp, record: Callable[..., None], caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING, logger="fastattn"):
-        assert _select.select(_verifiable(make_op), _on_cuda(), None) == "reference"
+def test_the_reference_says_how_to_verify(make_op, record, caplog):
+    assert _select.select(_verifiable(make_op), _on_cuda(), None) == "reference"
     assert "fastattn check --device cuda --record" in caplog.records[0].getMessage()
 
 
@@ -290,23 +253,14 @@ def test_the_reference_says_how_to_verify(
     ["{", "[]", '{"digest": null, "kernels": 3}', '{"digest": null, "kernels": [3]}',
      '{"kernels": []}', '{"digest": null, "kernels": [{"op": "a", "dtype": "b", "status": "c"}]}'],
 )  # fmt: skip
-def test_an_invalid_record_is_ignored(
-    make_op: MakeOp,
-    record: Callable[..., None],
-    content: str,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_invalid_record_is_ignored(make_op, record, content, tmp_path, caplog):
     (tmp_path / "verified").mkdir()
     (tmp_path / "verified" / "sm_90-triton.json").write_text(content)
-    with caplog.at_level(logging.WARNING, logger="fastattn"):
-        assert _select.select(_verifiable(make_op), _on_cuda(), None) == "reference"
+    assert _select.select(_verifiable(make_op), _on_cuda(), None) == "reference"
     assert "sm_90-triton.json" in caplog.text
 
 
-def test_a_file_in_place_of_the_folder_is_named(
-    make_op: MakeOp, record: Callable[..., None], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_in_place_of_the_folder_is_named(make_op, record, tmp_path, caplog):
     (tmp_path / "verified").write_text("{}")
     assert _select.select(_verifiable(make_op), _on_cuda(), None) == "reference"
     assert "FASTATTN_RECORD must name a folder, got the file" in caplog.text
@@ -322,35 +276,28 @@ def test_the_record_is_in_the_cache_folder(monkeypatch: pytest.MonkeyPatch) -> N
         assert _env.record_folder() == Path("/home/someone/.cache/fastattn/verified")
 
 
-def test_ops_without_gpu_kernels_do_not_warn(
-    make_op: MakeOp, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_ops_without_gpu_kernels_do_not_warn(make_op, monkeypatch, caplog):
     op = make_op([Backend("cpu"), Backend("reference")], cpu=writes(1), reference=REFERENCE)
     elsewhere = {"cpu": "runs on cpu tensors, got cuda"}
     monkeypatch.setattr(_env, "why_not_on", lambda backend, device: elsewhere.get(backend))
-    with caplog.at_level(logging.WARNING, logger="fastattn"):
-        assert _select.select(op, _on_cuda(), None) == "reference"
+    assert _select.select(op, _on_cuda(), None) == "reference"
     assert not caplog.records
 
 
 def test_reference_on_a_gpu_warns_once(make_op: MakeOp, caplog: pytest.LogCaptureFixture) -> None:
     order = [Backend("sm90"), Backend("triton"), Backend("reference")]
     op = make_op(order, sm90=refuses("has no A"), triton=refuses("has no B"), reference=REFERENCE)
-    with caplog.at_level(logging.WARNING, logger="fastattn"):
-        for _ in range(3):
-            assert _select.select(op, _on_cuda(), None) == "reference"
+    for _ in range(3):
+        assert _select.select(op, _on_cuda(), None) == "reference"
     [record] = caplog.records
     for part in (op.name, "slow reference", "backend sm90 has no A", "backend triton has no B"):
         assert part in record.getMessage()
 
 
-def test_no_warning_where_the_reference_is_expected(
-    make_op: MakeOp, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_warning_where_the_reference_is_expected(make_op, caplog):
     op = make_op([Backend("cpu"), Backend("reference")], cpu=refuses("no"), reference=REFERENCE)
-    with caplog.at_level(logging.WARNING, logger="fastattn"):
-        run_op(op)
-        _select.select(op, _on_cuda(), "reference")
+    run_op(op)
+    _select.select(op, _on_cuda(), "reference")
     assert not caplog.records
 
 
@@ -383,20 +330,14 @@ def test_kernels_chosen_on_hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert automatic[f"{name}_bwd", "cuda"] == ()
 
 
-def test_unverified_architecture_warns_once(
-    make_op: MakeOp,
-    record: Callable[..., None],
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_unverified_architecture_warns_once(make_op, record, caplog, monkeypatch):
     op = make_op([Backend("triton")], triton=writes(1))
     record(op.name, "triton")
     elsewhere = {"cpu": "runs on cuda tensors, got cpu"}
     monkeypatch.setattr(_env, "why_not_on", lambda _, device: elsewhere.get(device.type))
-    with caplog.at_level(logging.WARNING, logger="fastattn"):
-        for architecture, warnings in (("sm_90", 0), ("sm_120", 1), ("sm_120", 1)):
-            monkeypatch.setattr(_env, "architecture", lambda *_, a=architecture: a)
-            _verified.recorded.cache_clear()
-            assert _select.select(op, _on_cuda(), None) == "triton"
-            assert len(caplog.records) == warnings
+    for architecture, warnings in (("sm_90", 0), ("sm_120", 1), ("sm_120", 1)):
+        monkeypatch.setattr(_env, "architecture", lambda *_, a=architecture: a)
+        _verified.recorded.cache_clear()
+        assert _select.select(op, _on_cuda(), None) == "triton"
+        assert len(caplog.records) == warnings
     assert "backend triton is not verified on sm_120" in caplog.records[0].getMessage()

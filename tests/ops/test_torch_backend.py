@@ -8,7 +8,7 @@ from attention_options import packing
 from torch import Tensor
 
 import fastattn
-from fastattn.ops import _env, _select
+from fastattn.ops import _select
 from fastattn.ops._op import OPS
 from fastattn.ops.attention import torch_kernels
 from fastattn.ops.attention.calls import BackwardCall, ForwardCall
@@ -166,20 +166,6 @@ def test_packed_rows_and_keys_that_are_live(causal: int) -> None:
     assert keys == [1, 1, 1, 1, 0, 0, 1, 1, 0, 0, 0]
     lse = OPS["attention_fwd"](*call, backend="reference")[1]
     assert lse[0].isneginf().logical_not().int().tolist() == rows
-
-
-def test_is_chosen_where_the_kernels_in_cpp_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(_env.BACKEND_VARIABLE, raising=False)
-    x = torch.ones(2, 4, dtype=torch.float64)
-    for op, inputs in (
-        ("attention", [x.view(1, 1, 2, 4)] * 3),
-        ("layer_norm", [x]),
-        ("rms_norm", [x]),
-        ("add_layer_norm", [x, x]),
-        ("ffn", [x, x, None, x.t(), None]),
-        ("linear", [x, x]),
-    ):
-        assert fastattn.explain(op, *inputs).chosen == "torch"
 
 
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm", "add_layer_norm"])

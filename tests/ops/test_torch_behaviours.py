@@ -1,21 +1,22 @@
-"""Behaviours of PyTorch's modules that PyTorch's tests check: nested tensors, TorchScript, warnings
-and logs, mocked layers, settings, odd sizes, constructors.
+"""Behaviours of PyTorch's modules that PyTorch's tests check: nested tensors, settings, odd
+sizes, constructors. Bugs of other libraries.
 """
 
 import contextlib
-import logging
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from module_equivalence import assert_equivalent, assert_same, random_mask
+from module_equivalence import assert_equivalent, random_mask
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import fastattn
 import fastattn.nn as fnn
+from fastattn.ops import _env
+from fastattn.testing import all_specs, poisoned_results
 
 B, S, E, H, FFN = 2, 5, 12, 3, 16
 pytestmark = [
@@ -76,54 +77,6 @@ def test_jagged_tensors(extra: dict[str, bool], mode: Callable[[], Any]) -> None
             assert answers[0] == answers[1]
 
 
-def test_nested_tensors_without_parts() -> None:
-    empty = torch.nested.nested_tensor([])
-    messages = []
-    for module in pair("MultiheadAttention", E, H, batch_first=True):
-        with pytest.raises(AssertionError) as error:
-            module.eval()(empty, empty, empty)
-        messages.append(str(error.value))
-    assert messages[0] == messages[1] and "got 1" in messages[1]
-
-
-# -- TorchScript and compilers --------------------------------------------------------------------
-class CustomLayer(fnn.TransformerEncoderLayer):
-    """A subclass without changes."""
-
-
-def test_torchscript_of_subclasses_and_sizes() -> None:
-    torch.manual_seed(0)
-    layer = CustomLayer(E, H, FFN, dropout=0.0, batch_first=True)
-    x, mask = torch.randn(B, S, E), torch.zeros(S, S, dtype=torch.bool)
-    for module, kwargs in (
-        (layer, {"src_mask": mask}),
-        (fnn.TransformerEncoder(layer, 2), {"mask": mask}),
-    ):
-        for training in (True, False):
-            module.train(training)
-            scripted = torch.jit.script(module)
-            with torch.no_grad():
-                same(scripted(x, **kwargs), module(x, **kwargs))
-    attention = fnn.MultiheadAttention(E, H, kdim=6, vdim=6).eval()
-    keys = torch.randn(S, B, 6)
-    query = torch.randn(S, B, E)
-    same(torch.jit.script(attention)(query, keys, keys), attention(query, keys, keys))
-
-
-def test_compiled_evaluation_with_padding() -> None:
-    """One graph for any padding mask."""
-    layer = fnn.TransformerEncoderLayer(E, H, FFN, batch_first=True, dtype=torch.float64)
-    encoder = fnn.TransformerEncoder(layer, 2).eval()
-    compiled = torch.compile(encoder, fullgraph=True, backend="aot_eager")
-    x = torch.randn(1, 11, E, dtype=torch.float64)
-    for first in (True, False):
-        padding = torch.rand(1, 11) > 0.5
-        padding[..., 0] = first
-        padding[..., 1] = False
-        same(compiled(x, src_key_padding_mask=padding), encoder(x, src_key_padding_mask=padding))
-    torch._dynamo.reset()
-
-
 # -- settings, warnings, logs ---------------------------------------------------------------------
 def test_torchs_settings_have_no_effect() -> None:
     """The setting of the fast path, and the choice of PyTorch's attention kernels."""
@@ -148,80 +101,6 @@ def test_constructors_warn_as_torchs() -> None:
         fnn.Transformer(E, 4, bias=False, batch_first=True)
 
 
-@pytest.mark.parametrize("name", ["TransformerEncoder", "TransformerDecoder"])
-def test_boolean_masks_log_and_warn_nothing(
-    name: str, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
-) -> None:
-    layer = getattr(fnn, f"{name}Layer")(E, 4, FFN, batch_first=True)
-    stack = getattr(fnn, name)(layer, 2, fnn.LayerNorm(E))
-    x = torch.randn(B, S, E)
-    causal = torch.ones(S, S, dtype=torch.bool).triu(1)
-    padding = torch.arange(S)[None] >= torch.tensor([S, 3])[:, None]
-    recwarn.clear()
-    with caplog.at_level(logging.DEBUG):
-        if name == "TransformerEncoder":
-            stack(x, mask=causal, src_key_padding_mask=padding)
-        else:
-            masks = {"tgt_key_padding_mask": padding, "memory_key_padding_mask": padding}
-            stack(x, x, tgt_mask=causal, **masks)
-    assert not caplog.records and not recwarn.list
-
-
-# -- layers and hints -----------------------------------------------------------------------------
-def test_mocked_layers_get_torchs_arguments() -> None:
-    x = torch.randn(B, S, E)
-    causal = torch.ones(S, S, dtype=torch.bool).triu(1)
-    encoder = fnn.TransformerEncoder(fnn.TransformerEncoderLayer(E, H, FFN, batch_first=True), 2)
-    layer = mock.MagicMock(nn.MultiheadAttention(E, H), return_value=x)
-    encoder.layers[1] = layer
-    encoder(x, mask=causal)
-    layer.assert_called_with(
-        mock.ANY, src_mask=mock.ANY, is_causal=True, src_key_padding_mask=mock.ANY
-    )
-    decoder = fnn.TransformerDecoder(fnn.TransformerDecoderLayer(E, H, FFN, batch_first=True), 2)
-    decoder.layers[1] = mock.MagicMock(nn.MultiheadAttention(E, H), return_value=x)
-    decoder(x, x, tgt_mask=causal)
-    assert decoder.layers[1].call_args.kwargs["tgt_is_causal"] is True
-
-
-def test_a_true_hint_is_the_mask() -> None:
-    reference, fast = pair("TransformerEncoderLayer", 3, 1, 6, batch_first=True)
-    reference.eval(), fast.eval()
-    x = torch.randn(1, S, 3)
-    mask = nn.Transformer.generate_square_subsequent_mask(S)
-    hinted = fast(x, src_mask=mask, is_causal=True)
-    torch.testing.assert_close(hinted, fast(x, src_mask=mask))
-    same(hinted, reference(x, src_mask=mask, is_causal=True))
-    assert not torch.allclose(hinted, fast(x))
-
-
-def test_attention_of_ones() -> None:
-    """All backends must give these integers exactly."""
-    module = fnn.MultiheadAttention(4, 1)
-    module.in_proj_weight = nn.Parameter(torch.ones(12, 4))
-    module.out_proj.weight = nn.Parameter(torch.ones(4, 4))
-    x = torch.ones(1, 2, 4)
-    mask = nn.Transformer.generate_square_subsequent_mask(1)
-    for need_weights in (True, False):
-        out, _ = module(x, x, x, attn_mask=mask, need_weights=need_weights, is_causal=True)
-        assert torch.equal(out, torch.full_like(x, 16.0))
-
-
-def test_masks_for_each_sequence() -> None:
-    """A 3-D mask has the same effect as 2-D masks for the sequences alone."""
-    torch.manual_seed(0)
-    module = fnn.MultiheadAttention(8, 4)
-    query, keys = torch.rand(8, 2, 8), torch.rand(8, 3, 8)
-    masks = random_mask(8, 2, 3, dtype=torch.float32)
-    together = module(
-        *(x.transpose(0, 1) for x in (query, keys, keys)),
-        attn_mask=masks.repeat_interleave(4, 0),
-    )[0].transpose(0, 1)
-    for i in range(8):
-        one = module(*(x[i][:, None] for x in (query, keys, keys)), attn_mask=masks[i])[0]
-        torch.testing.assert_close(together[i][:, None], one)
-
-
 @pytest.mark.parametrize("with_grad", [True, False])
 @pytest.mark.parametrize("training", [True, False])
 def test_batches_as_long_as_their_sequences(training: bool, with_grad: bool) -> None:
@@ -243,25 +122,6 @@ def test_odd_head_dims(heads: int, size: int) -> None:
     assert_equivalent(reference, fast, x, x, x, key_padding_mask=random_mask(B, S))
 
 
-def test_parameters_of_another_dtype() -> None:
-    """A bias of another dtype gives PyTorch's result or error."""
-    reference, fast = pair("MultiheadAttention", 4, 4, batch_first=True, dtype=torch.float64)
-    x = torch.randn(4, 4, 4, dtype=torch.float64)
-    answers = []
-    for module in (reference, fast):
-        module.in_proj_bias = nn.Parameter(module.in_proj_bias.half())
-        try:
-            with torch.no_grad():
-                answers.append(module.eval()(x, x, x)[0])
-        except RuntimeError as error:
-            answers.append(str(error))
-    assert type(answers[0]) is type(answers[1])
-    if isinstance(answers[0], Tensor):
-        assert_same("result", answers[1], answers[0], answers[0].double())
-    else:
-        assert answers[0] == answers[1]
-
-
 @pytest.mark.parametrize(
     "name, args, kwargs",
     [
@@ -279,75 +139,12 @@ def test_parameters_of_another_dtype() -> None:
     ],
     ids=str,
 )
-def test_constructors_raise_what_torchs_raise(
-    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def test_constructors_raise_what_torchs_raise(name, args, kwargs):
     with pytest.raises(Exception) as expected:
         getattr(nn, name)(*args, **kwargs)
     with pytest.raises(type(expected.value)) as got:
         getattr(fnn, name)(*args, **kwargs)
     assert str(got.value) == str(expected.value)
-
-
-@pytest.mark.parametrize("need_weights", [True, False])
-@pytest.mark.parametrize("training", [True, False])
-def test_unbatched_padding_masks_of_wrong_rank(training: bool, need_weights: bool) -> None:
-    row = torch.randn(4, E)
-    padding = torch.zeros(1, 4, dtype=torch.bool)
-    messages = []
-    for module in pair("MultiheadAttention", E, H, batch_first=True):
-        with torch.no_grad(), pytest.raises(AssertionError) as error:
-            module.train(training)(
-                row, row, row, key_padding_mask=padding, need_weights=need_weights
-            )
-        messages.append(str(error.value))
-    assert messages[0] == messages[1] and "`None` or 1-D but found 2-D" in messages[1]
-
-
-def test_functional_forward_agrees() -> None:
-    """PyTorch's functional form with fastattn's parameters, as other code calls it."""
-    torch.manual_seed(0)
-    fast = fnn.MultiheadAttention(E, H, add_bias_kv=True, add_zero_attn=True).eval()
-    x = torch.randn(S, B, E)
-    expected = F.multi_head_attention_forward(
-        x,
-        x,
-        x,
-        E,
-        H,
-        fast.in_proj_weight,
-        fast.in_proj_bias,
-        fast.bias_k,
-        fast.bias_v,
-        fast.add_zero_attn,
-        0.0,
-        fast.out_proj.weight,
-        fast.out_proj.bias,
-        training=False,
-    )
-    same(fast(x, x, x), expected)
-
-
-def test_padding_in_training() -> None:
-    """Training steps with padded batches and evaluations in between give the same results."""
-    torch.manual_seed(0)
-    layer = fnn.TransformerEncoderLayer(2, 2, 4, dropout=0.0, batch_first=True, activation="gelu")
-    encoder = fnn.TransformerEncoder(layer, 2)
-    optimizer = torch.optim.SGD(encoder.parameters(), lr=0.1, momentum=0.9)
-    padding = torch.tensor([[True, True, False, False]])
-    for _ in range(5):
-        x = torch.cat([torch.randn(1, 2, 2), torch.zeros(1, 2, 2)], dim=1)
-        optimizer.zero_grad()
-        F.mse_loss(encoder(x, src_key_padding_mask=padding)[:, :2], x[:, :2]).backward()
-        optimizer.step()
-        with torch.no_grad():
-            trained = encoder(x, src_key_padding_mask=padding)
-            evaluated = encoder.eval()(x, src_key_padding_mask=padding)
-            encoder.train()
-        assert torch.equal(trained, evaluated)
-        for dtype in (torch.uint8, torch.int64):
-            with pytest.raises(AssertionError, match="only bool and floating types"):
-                encoder(x, src_key_padding_mask=padding.to(dtype))
 
 
 # -- derivatives ----------------------------------------------------------------------------------
@@ -370,7 +167,7 @@ def test_derivatives_of_modules(name: str, norm_first: bool) -> None:
     padding = torch.tensor([[False, False, True], [False, False, False]])
     if name == "MultiheadAttention":
         module: nn.Module = fnn.MultiheadAttention(4, 2, add_zero_attn=norm_first, **options)
-        args, kwargs = (y, x, x), {"key_padding_mask": padding, "need_weights": not norm_first}
+        args, kwargs = (y, x, x), {"key_padding_mask": padding, "need_weights": norm_first}
     else:
         options |= {"norm_first": norm_first, "activation": F.gelu, "dim_feedforward": 4}
         layers = {"num_encoder_layers": 1, "num_decoder_layers": 1} if name == "Transformer" else {}
@@ -388,3 +185,50 @@ def test_derivatives_of_modules(name: str, norm_first: bool) -> None:
     options = {"fast_mode": True, "check_batched_grad": True}
     assert torch.autograd.gradcheck(function, varied, **options)
     assert torch.autograd.gradgradcheck(function, varied, **options)
+
+
+# -- bugs of other libraries -----------------------------------------------------------------------
+SPECS = all_specs()
+DEVICE = _env.default_device()
+ATTENTION_BACKENDS = [b for b in SPECS["attention"].backends if _env.why_not_on(b, DEVICE) is None]
+
+
+def _far_apart(x: Tensor, distance: int) -> Tensor:
+    """The same values with batch entries `distance` elements apart; the gap is not accessed."""
+    try:
+        storage = torch.empty(distance + x[0].numel(), dtype=x.dtype, device=x.device)
+    except (RuntimeError, MemoryError) as error:
+        pytest.skip(f"not enough memory: {error}")
+    far = storage.as_strided(x.shape, (distance, *x[0].contiguous().stride()))
+    return far.copy_(x)
+
+
+@pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
+@pytest.mark.parametrize("far", ["mask", "bias", "q", "k", "v"])
+def test_offsets_beyond_32_bits(backend: str, far: str) -> None:
+    """Other libraries compute mask offsets in 32 bits and read wrong values for the last entry."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = {
+        name: torch.randn(2, 2, 65, 64, generator=generator).to(DEVICE, torch.bfloat16)
+        for name in ("q", "k", "v")
+    }
+    if far == "mask":
+        inputs["mask"] = (torch.rand(2, 1, 65, 65, generator=generator) < 0.7).to(DEVICE)
+    elif far == "bias":
+        bias = torch.randn(2, 1, 65, 65, generator=generator)
+        inputs["mask"] = bias.to(DEVICE, torch.bfloat16)
+    name = "mask" if far == "bias" else far
+    moved = inputs | {name: _far_apart(inputs[name], (1 << 32) + 64)}
+    found = []
+    for given in (inputs, moved):
+        leaves = {n: x.detach().requires_grad_(x.is_floating_point()) for n, x in given.items()}
+        wanted = [x for x in leaves.values() if x.requires_grad]
+        try:
+            with poisoned_results():
+                out = fastattn.attention(**leaves, backend=backend)
+                assert isinstance(out, Tensor)
+                found.append([out, *torch.autograd.grad(out.float().square().sum(), wanted)])
+        except NotImplementedError as refusal:
+            pytest.skip(str(refusal))
+    for near, beyond in zip(*found, strict=True):
+        assert torch.equal(near, beyond)

@@ -1,6 +1,5 @@
 """`torch.vmap` over ops: which calls are batched, and that results equal those of a loop."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -29,10 +28,7 @@ FUNCTIONS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
     "layer_norm of one row": ((3, 8), lambda x: fastattn.layer_norm(x, W)),
     "rms_norm": ((3, 4, 8), lambda x: fastattn.rms_norm(x, W)),
     "add_layer_norm": ((3, 4, 8), lambda x: fastattn.add_layer_norm(x, 2 * x, W)),
-    "add_layer_norm of one residual": (
-        (3, 6, 8),
-        lambda x: fastattn.add_layer_norm(x, BIG, W),
-    ),
+    "add_layer_norm of one residual": ((3, 6, 8), lambda x: fastattn.add_layer_norm(x, BIG, W)),
     "ffn": ((3, 4, 8), lambda x: fastattn.ffn(x, BIG, None, BIG.t(), None, "gelu")),
     "linear": ((3, 4, 8), lambda x: fastattn.linear(x, BIG)),
     "attention": ((3, 2, 4, 5, 8), _attention),
@@ -137,30 +133,6 @@ def test_elements_have_the_same_dropout_as_alone(dropped: str) -> None:
     x = torch.randn(3, 4, 8)
     for f in (function, torch.func.grad(lambda x: function(x).sin().sum())):
         torch.testing.assert_close(torch.vmap(f)(x), _looped(f, x))
-
-
-def test_batched_gradients() -> None:
-    x = torch.randn(4, 8, requires_grad=True)
-    y = fastattn.layer_norm(x, W)
-    dys = torch.randn(3, 4, 8)
-    [found] = torch.autograd.grad(y, x, dys, is_grads_batched=True, retain_graph=True)
-    expected = [torch.autograd.grad(y, x, dy, retain_graph=True)[0] for dy in dys]
-    torch.testing.assert_close(found, torch.stack(expected))
-
-
-def test_transforms_nest() -> None:
-    x = torch.randn(2, 3, 8)
-
-    def twice(f: Callable[..., Any]) -> Callable[..., Any]:
-        return torch.func.jacrev(torch.func.jacrev(f))
-
-    def loss(x: Tensor) -> Tensor:
-        return fastattn.rms_norm(x, W).sin().sum()
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        found = torch.vmap(twice(loss))(x)
-    torch.testing.assert_close(found, _looped(twice(loss), x))
 
 
 def test_no_elements() -> None:

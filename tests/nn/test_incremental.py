@@ -47,22 +47,6 @@ def test_decoding_step_by_step_equals_forward(batch_first, norm_first, memory):
     assert_same("prompt", torch.cat((prompt, rest), time), expected, truth)
 
 
-def test_decoding_continues_from_reordered_rows():
-    torch.manual_seed(0)
-    fast = build(fnn, "TransformerDecoder", batch_first=True).eval()
-    tgt, memory = inputs("TransformerDecoder")
-    padding = torch.arange(S) >= torch.tensor([S, 3, 1])[:, None]
-    rows = torch.tensor([2, 0, 0, 1])
-    cache = fast.init_cache(memory, memory_key_padding_mask=padding, max_length=T)
-    fast.step(tgt[:, :2], cache)
-    cache.reorder(rows)
-    assert cache.batch_size == 4 and cache.length == 2
-    got = fast.step(tgt[rows, 2:3], cache)
-    cache = fast.init_cache(memory[rows], memory_key_padding_mask=padding[rows], max_length=T)
-    expected = fast.step(tgt[rows, :3], cache)[:, 2:]
-    assert_same("reordered", got, expected, expected.double())
-
-
 def test_decoding_calls_children_with_hooks():
     torch.manual_seed(0)
     reference, fast = twins("TransformerDecoder", batch_first=True)

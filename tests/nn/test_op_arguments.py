@@ -181,9 +181,7 @@ def test_a_property_of_a_subclass_is_read() -> None:
         torch.testing.assert_close(got, expected)
 
 
-def test_weights_with_other_truth_values_and_a_requested_backend(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_weights_with_other_truth_values_and_a_requested_backend(monkeypatch):
     module, x = fnn.MultiheadAttention(8, 2, batch_first=True), torch.randn(2, 5, 8)
     expected = module(x, x, x)[1]
     assert torch.equal(module(x, x, x, average_attn_weights=1)[1], expected)

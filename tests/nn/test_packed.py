@@ -52,54 +52,65 @@ def causal(S: int) -> Tensor:
     return torch.ones(S, S, dtype=torch.bool).triu(1)
 
 
+def padded_call(
+    model: Any, *inputs: Tensor, src_lengths: Any = None, tgt_lengths: Any = None, **masks: Any
+) -> Tensor:
+    """The model's call with padding masks in place of lengths; `masks` prevail."""
+    names = {fnn.TransformerEncoder: ["src"], fnn.TransformerDecoder: ["memory"]}
+    paddings = {}
+    if src_lengths is not None:
+        for name in names.get(type(model), ["src", "memory"]):
+            paddings[f"{name}_key_padding_mask"] = padding(src_lengths, 7)
+    if tgt_lengths is not None:
+        paddings["tgt_key_padding_mask"] = padding(tgt_lengths, 5)
+    return model(*inputs, **paddings | masks)
+
+
 def assert_same(
-    actual: Tensor, padded: Tensor, lengths: list[int], batch_first: bool, inputs: list[Tensor]
-) -> None:
-    """Equal at real rows, zero elsewhere, equal gradients of `inputs`."""
-    pad = padding(lengths, actual.shape[1 if batch_first else 0])
+    model: Any, inputs: list[Tensor], lengths: dict[str, Any], masks: Any = (),
+    padded_masks: Any = (), batch_first: bool = True,
+) -> None:  # fmt: skip
+    """A call with lengths equals that with padding masks at real rows, has zeros elsewhere, and
+    equal gradients of the parameters and inputs.
+    """
+    for x in inputs:
+        x.requires_grad_()
+    varied = [*inputs, *model.parameters()]
+    padded = padded_call(model, *inputs, **lengths | dict(masks) | dict(padded_masks))
+    actual = model(*inputs, **lengths | dict(masks))
+    encodes = type(model) is fnn.TransformerEncoder
+    real = lengths["src_lengths"] if encodes else lengths.get("tgt_lengths", [5] * 4)
+    pad = padding(real, 7 if encodes else 5)
     pad = pad if batch_first else pad.t()
     torch.testing.assert_close(actual[~pad], padded[~pad], atol=2e-5, rtol=1e-4)
     assert torch.equal(actual[pad], torch.zeros_like(actual[pad]))
     weights = torch.randn(actual.shape, generator=torch.Generator().manual_seed(9))
-    expected = torch.autograd.grad(
-        (padded * weights)[~pad].sum(), inputs, allow_unused=True, retain_graph=True
-    )
-    got = torch.autograd.grad((actual * weights).sum(), inputs, allow_unused=True)
+    expected = torch.autograd.grad((padded * weights)[~pad].sum(), varied, allow_unused=True)
+    got = torch.autograd.grad((actual * weights).sum(), varied, allow_unused=True)
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, atol=5e-5, rtol=1e-4)
 
 
+SRC, TGT = {"src_lengths": SRC_LENGTHS}, {"tgt_lengths": TGT_LENGTHS}
+
+
 @pytest.mark.parametrize(("batch_first", "norm_first"), STYLES)
 @pytest.mark.parametrize("masked", [False, True])
-def test_encoder(batch_first: bool, norm_first: bool, masked: bool) -> None:
+@pytest.mark.parametrize("lengths", [SRC_LENGTHS, torch.tensor(SRC_LENGTHS)])
+def test_encoder(batch_first: bool, norm_first: bool, masked: bool, lengths: Any) -> None:
     model = make(fnn.TransformerEncoder, batch_first, norm_first)
-    src = batch(7, batch_first).requires_grad_()
-    mask = causal(7) if masked else None
-    padded = model(src, mask=mask, src_key_padding_mask=padding(SRC_LENGTHS, 7))
-    for lengths in (SRC_LENGTHS, torch.tensor(SRC_LENGTHS)):
-        actual = model(src, mask=mask, src_lengths=lengths)
-        assert_same(actual, padded, SRC_LENGTHS, batch_first, [src, *model.parameters()])
+    masks = {"mask": causal(7) if masked else None}
+    src = batch(7, batch_first)
+    assert_same(model, [src], {"src_lengths": lengths}, masks, batch_first=batch_first)
 
 
 @pytest.mark.parametrize(("batch_first", "norm_first"), STYLES)
-def test_decoder(batch_first: bool, norm_first: bool) -> None:
+@pytest.mark.parametrize("lengths", [SRC | TGT, TGT, SRC])
+def test_decoder(batch_first: bool, norm_first: bool, lengths: dict[str, Any]) -> None:
     model = make(fnn.TransformerDecoder, batch_first, norm_first)
-    tgt, memory = batch(5, batch_first).requires_grad_(), batch(7, batch_first).requires_grad_()
-    inputs = [tgt, memory, *model.parameters()]
-    lengths: dict[str, Any]
-    for lengths in ({"tgt_lengths": TGT_LENGTHS, "src_lengths": SRC_LENGTHS},
-                    {"tgt_lengths": TGT_LENGTHS}, {"src_lengths": SRC_LENGTHS}):  # fmt: skip
-        real = lengths.get("tgt_lengths", [5] * 4)
-        padded = model(
-            tgt,
-            memory,
-            tgt_mask=causal(5),
-            tgt_is_causal=True,
-            tgt_key_padding_mask=padding(real, 5),
-            memory_key_padding_mask=padding(lengths.get("src_lengths", [7] * 4), 7),
-        )
-        actual = model(tgt, memory, tgt_mask=causal(5), tgt_is_causal=True, **lengths)
-        assert_same(actual, padded, real, batch_first, inputs)
+    masks = {"tgt_mask": causal(5), "tgt_is_causal": True}
+    tgt, memory = batch(5, batch_first), batch(7, batch_first)
+    assert_same(model, [tgt, memory], lengths, masks, batch_first=batch_first)
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
@@ -110,38 +121,17 @@ def test_blocks_that_are_not_fused(norm_first: bool) -> None:
         for name in ("norm1", "norm2", "norm3"):
             setattr(layer, name, nn.RMSNorm(E))
         (layer.dropout1, layer.dropout2)[i].p = 1.0
-    tgt, memory = batch(5, True).requires_grad_(), batch(7, True).requires_grad_()
-    padded = model(
-        tgt,
-        memory,
-        tgt_key_padding_mask=padding(TGT_LENGTHS, 5),
-        memory_key_padding_mask=padding(SRC_LENGTHS, 7),
-    )
-    actual = model(tgt, memory, tgt_lengths=TGT_LENGTHS, src_lengths=SRC_LENGTHS)
-    assert_same(actual, padded, TGT_LENGTHS, True, [tgt, memory])
+    assert_same(model, [batch(5, True), batch(7, True)], SRC | TGT)
 
 
 @pytest.mark.parametrize(("batch_first", "norm_first"), STYLES)
 @pytest.mark.parametrize(
-    ("src_lengths", "tgt_lengths"),
-    [(SRC_LENGTHS, TGT_LENGTHS), ([7, 7, 1, 1], TGT_LENGTHS), (SRC_LENGTHS, [2, 5, 1, 0])],
+    "lengths", [SRC | TGT, TGT | {"src_lengths": [7, 7, 1, 1]}, SRC | {"tgt_lengths": [2, 5, 1, 0]}]
 )
-def test_transformer(
-    batch_first: bool, norm_first: bool, src_lengths: list[int], tgt_lengths: list[int]
-) -> None:
+def test_transformer(batch_first: bool, norm_first: bool, lengths: dict[str, Any]) -> None:
     model = make(fnn.Transformer, batch_first, norm_first)
-    src, tgt = batch(7, batch_first).requires_grad_(), batch(5, batch_first).requires_grad_()
-    src_padding, tgt_padding = padding(src_lengths, 7), padding(tgt_lengths, 5)
-    padded = model(
-        src,
-        tgt,
-        tgt_mask=causal(5),
-        src_key_padding_mask=src_padding,
-        tgt_key_padding_mask=tgt_padding,
-        memory_key_padding_mask=src_padding,
-    )
-    actual = model(src, tgt, tgt_mask=causal(5), src_lengths=src_lengths, tgt_lengths=tgt_lengths)
-    assert_same(actual, padded, tgt_lengths, batch_first, [src, tgt, *model.parameters()])
+    inputs = [batch(7, batch_first), batch(5, batch_first)]
+    assert_same(model, inputs, lengths, {"tgt_mask": causal(5)}, batch_first=batch_first)
 
 
 def test_lengths_on_another_default_device() -> None:
@@ -250,55 +240,28 @@ SMOOTHED = [("layers", n) for n in ("linear1", "linear2", "dropout1", "norm1", "
 def test_layers_that_cannot_be_packed_run_padded(change: Any) -> None:
     model = make(fnn.TransformerEncoder, True, False)
     change(model)
-    src = batch(7, True).requires_grad_()
-    padded = model(src, src_key_padding_mask=padding(SRC_LENGTHS, 7))
-    actual = model(src, src_lengths=SRC_LENGTHS)
-    assert_same(actual, padded, SRC_LENGTHS, True, [src])
+    assert_same(model, [batch(7, True)], SRC)
 
 
 @pytest.mark.parametrize("block", ["_sa_block", "_mha_block", "_ff_block"])
 def test_decoder_layers_that_cannot_be_packed_run_padded(block: str) -> None:
     model = make(fnn.TransformerDecoder, True, False)
     replaced(block)(model)
-    tgt, memory = batch(5, True), batch(7, True).requires_grad_()
-    actual = model(tgt, memory, src_lengths=SRC_LENGTHS)
-    padded = model(tgt, memory, memory_key_padding_mask=padding(SRC_LENGTHS, 7))
-    assert_same(actual, padded, [5] * 4, True, [memory])
+    assert_same(model, [batch(5, True), batch(7, True)], SRC)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
-def test_masks_that_cannot_be_packed_run_padded(
-    dtype: torch.dtype, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_masks_that_cannot_be_packed_run_padded(dtype, recwarn):
     model = make(fnn.Transformer, True, True)
-    src, tgt = batch(7, True).requires_grad_(), batch(5, True).requires_grad_()
-    blocked = torch.ones(7, 7, dtype=torch.bool).triu(3)
-    mask = blocked if dtype is torch.bool else torch.zeros(7, 7).masked_fill(blocked, -torch.inf)
-    src_padding = padding(SRC_LENGTHS, 7)
-    padded = model(
-        src,
-        tgt,
-        src_mask=mask,
-        src_key_padding_mask=src_padding
-        if dtype is torch.bool
-        else torch.zeros(4, 7).masked_fill(src_padding, -torch.inf),
-        memory_key_padding_mask=src_padding,
-    )
-    actual = model(src, tgt, src_mask=mask, src_lengths=SRC_LENGTHS)
-    assert_same(actual, padded, [5] * 4, True, [src, tgt])
+    inputs = [batch(7, True), batch(5, True)]
+    blocked, pad = torch.ones(7, 7, dtype=torch.bool).triu(3), padding(SRC_LENGTHS, 7)
+    mask = blocked
+    if dtype is not torch.bool:
+        mask, pad = (torch.zeros(x.shape).masked_fill(x, -torch.inf) for x in (blocked, pad))
+    assert_same(model, inputs, SRC, {"src_mask": mask}, {"src_key_padding_mask": pad})
     # Each mask determines the dtype of its padding mask.
-    padded = model(
-        src,
-        tgt,
-        tgt_mask=causal(5),
-        memory_mask=mask[:5],
-        src_key_padding_mask=src_padding,
-        memory_key_padding_mask=src_padding
-        if dtype is torch.bool
-        else torch.zeros(4, 7).masked_fill(src_padding, -torch.inf),
-    )
-    actual = model(src, tgt, tgt_mask=causal(5), memory_mask=mask[:5], src_lengths=SRC_LENGTHS)
-    assert_same(actual, padded, [5] * 4, True, [src, tgt])
+    masks = {"tgt_mask": causal(5), "memory_mask": mask[:5]}
+    assert_same(model, inputs, SRC, masks, {"memory_key_padding_mask": pad})
     assert not [w for w in recwarn if "different types" in str(w.message)]
 
 
@@ -312,9 +275,7 @@ def test_dropout_follows_the_seed() -> None:
 
     assert torch.equal(run(1), run(1))
     assert not torch.equal(run(1), run(2))
-    padded = model.eval()(src, src_key_padding_mask=padding(SRC_LENGTHS, 7))
-    actual = model(src, src_lengths=SRC_LENGTHS)
-    assert_same(actual, padded, SRC_LENGTHS, True, [*model.parameters()])
+    assert_same(model.eval(), [src], SRC)
 
 
 def test_empty_batches_and_sequences() -> None:
@@ -327,8 +288,7 @@ def test_autocast() -> None:
     model = make(fnn.TransformerEncoder, True, True)
     src = batch(7, True)
     with torch.autocast("cpu", torch.bfloat16):
-        actual = model(src, src_lengths=SRC_LENGTHS)
-        padded = model(src, src_key_padding_mask=padding(SRC_LENGTHS, 7))
+        actual, padded = model(src, **SRC), padded_call(model, src, **SRC)
     real = ~padding(SRC_LENGTHS, 7)
     assert actual.dtype == padded.dtype
     torch.testing.assert_close(actual[real], padded[real], atol=0.05, rtol=0.05)
@@ -387,21 +347,27 @@ def test_wrong_lengths(lengths: Any, error: type[Exception], message: str) -> No
         model(batch(7, True), src_lengths=lengths)
 
 
-def test_contradictory_arguments() -> None:
+HINT = "is_causal=True is a hint about attn_mask"
+CONTRADICTIONS: list[Any] = [
+    (lambda m, src, tgt: m(src, tgt, src_key_padding_mask=padding(SRC_LENGTHS, 7), **SRC),
+     ValueError, "src_key_padding_mask must be None with src_lengths"),
+    (lambda m, src, tgt: m.encoder(src[0], src_lengths=[7]),
+     ValueError, r"src must be \[B, S, E\] with src_lengths, got \[7, 16\]"),
+    (lambda m, src, tgt: m.encoder(src, is_causal=True, **SRC), RuntimeError, HINT),
+    (lambda m, src, tgt: m.decoder(tgt, src[:2], src_lengths=[1, 2]),
+     ValueError, "memory must have the 4 sequences of tgt, got 2"),
+    (lambda m, src, tgt: m.decoder(tgt, src, memory_is_causal=True, **TGT), RuntimeError, HINT),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "error", "message"), CONTRADICTIONS)
+def test_contradictory_arguments(call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call(make(fnn.Transformer, True, False), batch(7, True), batch(5, True))
+
+
+def test_other_encoders_cannot_be_packed() -> None:
     model = make(fnn.Transformer, True, False)
-    src, tgt = batch(7, True), batch(5, True)
-    with pytest.raises(ValueError, match="src_key_padding_mask must be None with src_lengths"):
-        model(src, tgt, src_key_padding_mask=padding(SRC_LENGTHS, 7), src_lengths=SRC_LENGTHS)
-    with pytest.raises(
-        ValueError, match=r"src must be \[B, S, E\] with src_lengths, got \[7, 16\]"
-    ):
-        model.encoder(src[0], src_lengths=[7])
-    with pytest.raises(RuntimeError, match="is_causal=True is a hint about attn_mask"):
-        model.encoder(src, is_causal=True, src_lengths=SRC_LENGTHS)
-    with pytest.raises(ValueError, match="memory must have the 4 sequences of tgt, got 2"):
-        model.decoder(tgt, src[:2], src_lengths=[1, 2])
-    with pytest.raises(RuntimeError, match="is_causal=True is a hint about attn_mask"):
-        model.decoder(tgt, src, memory_is_causal=True, tgt_lengths=TGT_LENGTHS)
     model.encoder = nn.Identity()
     with pytest.raises(TypeError, match=r"need encoder to be a fastattn\.nn\.TransformerEncoder"):
-        model(src, tgt, src_lengths=SRC_LENGTHS)
+        model(batch(7, True), batch(5, True), **SRC)

@@ -144,20 +144,6 @@ def test_unpatch_keeps_modules_of_fastattn() -> None:
     assert type(model[1]) is nn.LayerNorm
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_torch_jit_script_does_not_change_a_patched_model(x: Tensor) -> None:
-    model = nn.Sequential(nn.LayerNorm(16), nn.Sequential(nn.RMSNorm(16)))
-    before, expected = kinds(model), model(x)
-    fastattn.patch(model, quiet=True)
-    patched, modules = kinds(model), list(model.modules())
-    scripted = torch.jit.script(model)
-    assert kinds(model) == patched and list(model.modules()) == modules
-    assert [*map(id, scripted.parameters())] == [*map(id, model.parameters())]
-    torch.testing.assert_close(scripted(x), expected, atol=1e-5, rtol=1e-4)
-    fastattn.unpatch(model)
-    assert kinds(model) == before
-
-
 def test_hooks_stay(model: Block, x: Tensor) -> None:
     calls = []
     model.norm.register_forward_hook(lambda module, args, y: calls.append(type(module)))

@@ -1,6 +1,6 @@
-"""Greedy decoding compared with a naive one, and what holds for every search strategy.
+"""Greedy and beam search compared with naive ones, sampling, what holds for every strategy.
 
-Ragged sources, limits and prefixes, attention, every kind of model, error messages.
+Ragged sources, limits and prefixes, attention, every kind of model, texts, error messages.
 """
 
 import math
@@ -21,14 +21,23 @@ from naive_search import (
     sharp_model,
     sources,
 )
-from seq2seq_samples import CLASSES, small_model
+from seq2seq_samples import CLASSES, small_model, toy_pairs
 
 import fastattn.nn
+from fastattn.seq2seq import generation
 from fastattn.seq2seq.beam_search import BeamSearch
-from fastattn.seq2seq.data import BEGIN, END, PAD
-from fastattn.seq2seq.generation import Greedy, Hypothesis, Programs, generate, greedy_decode
+from fastattn.seq2seq.data import BEGIN, END, PAD, SubwordTokenizer
+from fastattn.seq2seq.generation import (
+    Greedy,
+    Hypothesis,
+    Programs,
+    Translator,
+    bleu,
+    generate,
+    greedy_decode,
+)
 from fastattn.seq2seq.model import record_attention
-from fastattn.seq2seq.sampling import Sampling
+from fastattn.seq2seq.sampling import Sampling, draw, uniform_numbers
 
 # Greedy
 
@@ -66,6 +75,123 @@ def test_a_decoder_that_cannot_step_runs_whole_prefixes():
         assert_same_hypotheses(actual, wanted)
     with pytest.raises(NotImplementedError, match=r"layers\[1\] is not exactly"):
         generate(model, *padded(sources()), max_lengths=LIMITS, use_cache=True)
+
+
+# Beam search
+
+
+@pytest.mark.parametrize(
+    ("beams", "length_penalty", "early_stopping"),
+    [(1, 0.0, True), (2, 1.0, False), (4, 0.6, True), (4, 0.6, False), (5, 0.0, False)],
+)
+def test_beam_search_equals_the_naive_one(beams, length_penalty, early_stopping):
+    options = BeamSearch(beams, length_penalty, early_stopping)
+    model = sharp_model(norm_first=early_stopping)
+    expected = [
+        search_beams_naively(model, source, limit, options)
+        for source, limit in zip(sources(), LIMITS, strict=True)
+    ]
+    assert {h.ended for found in expected for h in found} == {True, False}
+    for use_cache in (True, False):
+        found = generate(
+            model, *padded(sources()), max_lengths=LIMITS, strategy=options, use_cache=use_cache
+        )
+        for actual, naive in zip(found, expected, strict=True):
+            assert_same_hypotheses(actual, naive)
+
+
+def test_more_beams_than_tokens():
+    # At the first step one beam has 28 continuations at most; 20 beams want 40.
+    model = sharp_model()
+    options = BeamSearch(20)
+    found = generate(model, *padded(sources(3)), max_lengths=[1, 2, 4], strategy=options)
+    for source, limit, hypotheses in zip(sources(3), [1, 2, 4], found, strict=True):
+        assert_same_hypotheses(hypotheses, search_beams_naively(model, source, limit, options))
+
+
+@pytest.mark.parametrize("vocabulary", [3, 4])
+@pytest.mark.parametrize("beams", [1, 2, 3])
+def test_vocabularies_of_special_tokens_and_at_most_one_word(vocabulary, beams):
+    model = small_model(vocabulary=vocabulary).eval()
+    (found,) = generate(model, *padded([[END]]), max_lengths=[4], strategy=BeamSearch(beams))
+    best = found[0] if isinstance(found, list) else found
+    assert set(best.tokens) <= set(range(END, vocabulary))
+
+
+# Sampling
+
+
+def test_a_number_becomes_a_token_by_the_distribution():
+    p = torch.tensor([[0.0, 0.1, 0.4, 0.3, 0.2]])
+    rows = torch.linspace(0, 1, 1001)[:-1]
+    logits = p.log().expand(1000, -1)
+
+    def shares(sampling: Sampling) -> list[float]:
+        return [(draw(logits, rows, sampling) == token).float().mean().item() for token in range(5)]
+
+    assert shares(Sampling()) == pytest.approx([0, 0.1, 0.4, 0.3, 0.2], abs=2e-3)
+    assert shares(Sampling(top_k=2)) == pytest.approx([0, 0, 4 / 7, 3 / 7, 0], abs=2e-3)
+    # 0.4 + 0.3 < 0.75: the nucleus takes a third token to reach it.
+    assert shares(Sampling(top_p=0.75)) == pytest.approx([0, 0, 4 / 9, 3 / 9, 2 / 9], abs=2e-3)
+    assert shares(Sampling(top_p=0.7 - 1e-3)) == pytest.approx([0, 0, 4 / 7, 3 / 7, 0], abs=2e-3)
+    assert shares(Sampling(top_k=3, top_p=0.5)) == pytest.approx([0, 0, 4 / 7, 3 / 7, 0], abs=2e-3)
+    squares = p.square() / p.square().sum()
+    assert shares(Sampling(0.5)) == pytest.approx(squares[0].tolist(), abs=2e-3)
+    # The largest number that fp32 has below 1, or 1 itself by rounding: still a token with p > 0.
+    last = torch.tensor([1.0 - 2**-24, 1.0])
+    assert draw(p.log().expand(2, -1), last, Sampling(top_p=0.6)).tolist() == [3, 3]
+    assert draw(p.log().flip(1).expand(2, -1), last, Sampling()).tolist()[0] == 3
+
+
+def test_samples_follow_the_models_probabilities():
+    model = sharp_model()
+    source = sources()[1]
+    p = next_log_p(model, source, []).exp()
+    count = 4000
+    found = generate(
+        model, *padded([source] * count), max_lengths=[1] * count, strategy=Sampling(seed=3)
+    )
+    first = torch.tensor([h.tokens[0] if h.tokens else END for (h,) in found])
+    shares = first.bincount(minlength=len(p)) / count
+    allowed = p.clone()
+    allowed[:END] = 0.0
+    allowed /= allowed.sum()
+    deviation = (allowed * (1 - allowed) / count).sqrt()
+    assert ((shares - allowed).abs() <= 4.5 * deviation + 1e-9).all()
+    # The score is the model's own probability, whatever the draw was made from.
+    for (h,) in found[:20]:
+        token = h.tokens[0] if h.tokens else END
+        assert h.score == pytest.approx(p[token].log().item(), abs=1e-5)
+
+
+def test_restricted_sampling_is_greedy_and_seeds_determine_draws():
+    model = sharp_model()
+
+    def tokens(strategy) -> list[list[int]]:
+        found = generate(model, *padded(sources()), max_lengths=LIMITS, strategy=strategy)
+        return [h.tokens for (h,) in found]
+
+    greedy = tokens(Greedy())
+    assert tokens(Sampling(top_k=1)) == greedy
+    assert tokens(Sampling(top_p=1e-6)) == tokens(Sampling(top_p=1e-60)) == greedy
+    assert tokens(Sampling(temperature=1e-4)) == greedy
+    programs = Programs()
+    for seed in (1, 2):
+        kept = generate(
+            model, *padded(sources()), max_lengths=LIMITS, strategy=Sampling(seed=seed),
+            programs=programs,
+        )  # fmt: skip
+        assert [h.tokens for (h,) in kept] == tokens(Sampling(seed=seed))
+    assert len(programs._kept) == 1
+    first = tokens(Sampling(seed=1))
+    assert first != greedy and first == tokens(Sampling(seed=1)) != tokens(Sampling(seed=2))
+
+
+def test_uniform_numbers_depend_on_seed_and_sentence_alone():
+    all_of_them = uniform_numbers(5, [0, 1, 2], 9)
+    assert torch.equal(all_of_them[:4, 1:2], uniform_numbers(5, [1], 4))
+    assert len(all_of_them.unique()) == 27
+    assert not torch.equal(uniform_numbers(6, [0], 4), uniform_numbers(5, [0], 4))
 
 
 # Every kind of model
@@ -222,6 +348,7 @@ def test_errors_of_generate():
         ("must not be longer than their max_lengths, got 4 tokens for 3", {"prefixes": [[5] * 4]}),
         (r"prefixes must hold ordinary tokens, got \[5, 2\]", {"prefixes": [[5, END]]}),
         (r"prefixes must hold ordinary tokens, got \[30\]", {"prefixes": [[30]]}),
+        (r"prefixes must hold ordinary tokens, got \[0\]", {"prefixes": [[PAD]]}),
         ("one number for each of 1", {"strategy": Sampling(), "numbers": [0, 1]}),
     ):
         with pytest.raises(ValueError, match=message):
@@ -237,6 +364,7 @@ def test_errors_of_generate():
     ("options", "changes", "wanted"),
     [
         (BeamSearch, {"beams": 0}, "at least 1, got 0"),
+        (BeamSearch, {"normalization": "words"}, r"one of .* got 'words'"),
         (BeamSearch, {"length_penalty": -0.1}, r"at least 0, got -0\.1"),
         (Sampling, {"temperature": 0.0}, r"in \[1e-06, 1000000\.0\], got 0\.0"),
         (Sampling, {"temperature": math.nan}, r"in \[1e-06, 1000000\.0\], got nan"),
@@ -248,3 +376,59 @@ def test_errors_of_generate():
 def test_errors_of_strategies(options, changes, wanted):
     with pytest.raises(ValueError, match=f"^{next(iter(changes))} must (be|lie) {wanted}"):
         options(**changes)
+
+
+# -- Translator ------------------------------------------------------------------------------------
+def test_translator_keeps_the_order_and_refuses_long_texts():
+    pairs = toy_pairs(60)
+    tokenizer = SubwordTokenizer.train((t for pair in pairs for t in pair), vocabulary=300)
+    model = small_model(vocabulary=tokenizer.vocabulary)
+    translator = Translator(model, tokenizer)
+    texts = [pair.source for pair in pairs[:9]] + [""]
+    counts: list[int] = []
+    together = translator.translate(texts, batch_size=4, notify=counts.append)
+    assert together == [translator.translate([text])[0] for text in texts]
+    assert together[-1] == "" and any(together)
+    assert counts == [4, 8, 9]
+    assert model.training  # as it was
+    with pytest.raises(ValueError, match="text 2 must have at most 23 tokens, got"):
+        translator.translate(["ka", "ka lo " * 30])
+
+
+def test_translator_passes_strategies_and_prefixes():
+    pairs = toy_pairs(60)
+    tokenizer = SubwordTokenizer.train((t for pair in pairs for t in pair), vocabulary=300)
+    translator = Translator(small_model(vocabulary=tokenizer.vocabulary).eval(), tokenizer)
+    texts = [pair.source for pair in pairs[:5]] + [""]
+    prefixes = ["Ka", "", "Lo Mi", "", "Ka", "Ka"]
+    found = translator.search(
+        texts, prefixes=prefixes, strategy=BeamSearch(3), return_attention=True, max_length=9
+    )
+    for text, prefix, result in zip(texts[:5], prefixes, found, strict=False):
+        assert result.text.startswith(prefix)
+        source = tokenizer.encode(text)
+        target = result.hypothesis.tokens + [END] * result.hypothesis.ended
+        assert result.hypothesis.attention.shape[2:] == (len(target), len(source) + 1)
+    assert found[-1] == generation.Translation("", None)
+    # A text's random numbers do not depend on its batch.
+    sampling = Sampling(seed=1)
+    drawn = translator.translate(texts, strategy=sampling, batch_size=2)
+    assert drawn == translator.translate(texts, strategy=sampling)
+    assert drawn != translator.translate(texts)
+    with pytest.raises(ValueError, match="prefixes must hold one for each of 6 texts, got 1"):
+        translator.search(texts, prefixes=["Ka"])
+
+
+def test_bleu():
+    references = ["the cat sat on the mat", "a dog barked at the moon"]
+    perfect = bleu(references, references)
+    assert perfect.score == pytest.approx(100.0)
+    assert perfect.details.startswith("BLEU = 100.00") and "tok:13a" in perfect.signature
+    assert bleu(["x y z u", "v w"], references).score < 5.0
+    # 6 of 6 words, 3 of 5 pairs, 1 of 4 triples; no match of 3 counts as half of one.
+    smoothed = bleu(["the cat sat the mat on"], references[:1])
+    assert smoothed.score == pytest.approx(100 * (6 / 6 * 3 / 5 * 1 / 4 * 0.5 / 3) ** 0.25)
+    settings = "nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:"
+    assert smoothed.signature.startswith(settings)
+    with pytest.raises(ValueError, match="as many as the 1 hypotheses, got 2"):
+        bleu(["a"], references)

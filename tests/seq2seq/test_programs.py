@@ -136,11 +136,7 @@ def test_encodings_of_small_batches_are_recorded_for_each_length(options, monkey
 def test_encodings_under_autocast_and_in_inference_mode():
     model, programs = small_model(tied=False, seed=7).eval(), Programs()
     batches = [padded([r[:length] for r in sources(3, seed=length)]) for length in (6, 3, 5, 3, 6)]
-    modes = [
-        lambda: torch.autocast("cpu", torch.bfloat16),
-        torch.inference_mode,
-        torch.no_grad,
-    ]
+    modes = [lambda: torch.autocast("cpu", torch.bfloat16), torch.inference_mode, torch.no_grad]
     for round_ in range(3):
         for mode in modes:
             with mode():

@@ -61,8 +61,7 @@ def test_searches_choose_the_same_tokens(strategy, use_cache):
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{}, {"packed": True}, {"scheduled_sampling": "parallel"}, {"sequence_steps": 2}],
+    "changes", [{}, {"packed": True}, {"scheduled_sampling": "parallel"}, {"sequence_steps": 2}]
 )
 def test_training_has_the_same_losses(changes):
     usual, other = pair_of_models()
@@ -112,34 +111,6 @@ def test_tokens_that_are_not_scored_count_as_certain(strategy):
     for a, b, first in zip(scored, unscored, log_p.tolist(), strict=True):
         assert a[0].tokens == b[0].tokens and b[0].tokens[:2] == [7, 9]
         assert b[0].log_probability == pytest.approx(a[0].log_probability - first, abs=1e-4)
-
-
-def test_scores_may_be_normalised_by_the_number_of_tokens():
-    model = small_model().eval()
-    batch = collate(random_examples(3))
-    options = BeamSearch(3, length_penalty=1.5, normalization="tokens")
-    for found in generate(
-        model, batch.source, batch.source_padding, max_lengths=[8] * 3, strategy=options
-    ):
-        assert found[0].score >= found[-1].score
-        for each in found:
-            count = len(each.tokens) + each.ended
-            assert each.score == pytest.approx(each.log_probability / count**1.5, abs=1e-4)
-    with pytest.raises(ValueError, match=r"normalization must be one of .* got 'words'"):
-        BeamSearch(normalization="words")
-
-
-def test_wrong_special_tokens_are_named():
-    with pytest.raises(ValueError, match="end must be a token below vocabulary 30, got 30"):
-        dataclasses.replace(SMALL, end=30)
-    with pytest.raises(ValueError, match="end must differ from pad, got 4 for both"):
-        dataclasses.replace(SMALL, pad=4, end=4)
-    with pytest.raises(ValueError, match=r"must be \(0, 1, 2\) with decoder='non-autoregressive'"):
-        dataclasses.replace(SMALL, decoder="non-autoregressive", pad=4)
-    model = small_model(pad=7).eval()
-    source = torch.tensor([[5, 2]])
-    with pytest.raises(ValueError, match="prefixes must hold ordinary tokens"):
-        generate(model, source, source == 7, max_lengths=[4], prefixes=[[7]])
 
 
 OTHER_LIBRARIES = {

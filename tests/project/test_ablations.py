@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from examples import ablations
 from examples.experiments import blocks, length, norms, order, recurrence, scale, window
@@ -57,7 +56,6 @@ def test_variance_of_scores():
 
 
 def test_gradients_of_scores():
-    """Against autograd through the products written out."""
     torch.manual_seed(0)
     q, k = torch.randn(2, 1, 3, 8), torch.randn(2, 1, scale.KEYS, 8)
     torch.manual_seed(1)
@@ -109,26 +107,6 @@ def test_window_attention_and_convolution():
     values["difference"] = values["shifted"]["attention"] = 1e-3
     values["added"]["convolution"] = 1e-3
     assert verdicts(window, values) == [False] * 4
-
-
-@pytest.mark.parametrize(("length", "kernel_size"), [(7, 3), (2, 5), (9, 1)])
-def test_convolution_by_attention(length, kernel_size):
-    x = torch.randn(2, length, 4, dtype=DOUBLE)
-    kernel = torch.randn(4, 4, kernel_size, dtype=DOUBLE)
-    expected = F.conv1d(x.mT, kernel, padding=kernel_size // 2).mT
-    torch.testing.assert_close(window.convolution_by_attention(x, kernel), expected)
-
-
-@torch.no_grad()
-def test_cached_steps_are_softmax_attention():
-    module = fnn.MultiheadAttention(recurrence.HEADS * recurrence.HEAD_DIM, recurrence.HEADS,
-                                    batch_first=True)  # fmt: skip
-    x = torch.randn(1, 5, module.embed_dim)
-    cache = torch.zeros(2, 1, recurrence.HEADS, 5, recurrence.HEAD_DIM)
-    rows = [recurrence.cached_step(module, x[:, t : t + 1], cache, t) for t in range(5)]
-    causal = torch.ones(5, 5, dtype=torch.bool).triu(1)
-    expected = module(x, x, x, attn_mask=causal, need_weights=False)[0]
-    torch.testing.assert_close(torch.cat(rows, dim=1), expected)
 
 
 def test_state_of_constant_size():

@@ -9,12 +9,12 @@ import graphlib
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from subprocesses import python_output
 
 import fastattn
 
@@ -138,113 +138,53 @@ def references_import_more_than_torch(package: Path) -> list[str]:
     return found
 
 
-# Modules of fastattn that a module of each layer may import; names are prefixes, <op> is its own
-# op.
-_LAYERS = (
-    ("fastattn.ops._env", ()),
-    ("fastattn.ops._dropout", ()),
-    ("fastattn.ops._native", ("fastattn.ops._env",)),
+# Modules of fastattn that a module of each layer may import, without "fastattn." in front; names
+# are prefixes, <op> is its own op, "." is the whole package.
+_LAYERS = {
+    "ops._env": "",
+    "ops._dropout": "",
+    "ops._native": "ops._env",
     # Common code of the Triton backends of all ops.
-    ("fastattn.ops._cuda_driver", ()),
-    ("fastattn.ops._triton_launch", ("fastattn.ops._cuda_driver",)),
-    ("fastattn.ops._triton_dropout", ("fastattn.ops._dropout",)),
-    ("fastattn.ops._verified", ("fastattn.ops._env",)),
-    ("fastattn.ops._vmap", ()),
-    ("fastattn.ops._launch", ("fastattn.ops._native",)),
-    (
-        "fastattn.ops._select",
-        ("fastattn.ops._env", "fastattn.ops._launch", "fastattn.ops._verified"),
-    ),
-    (
-        "fastattn.ops._op",
-        (
-            "fastattn.ops._env",
-            "fastattn.ops._launch",
-            "fastattn.ops._select",
-            "fastattn.ops._vmap",
-        ),
-    ),
-    ("fastattn.ops._autograd", ("fastattn.ops._op", "fastattn.ops._native")),
+    "ops._cuda_driver": "",
+    "ops._triton_launch": "ops._cuda_driver",
+    "ops._triton_dropout": "ops._dropout",
+    "ops._verified": "ops._env",
+    "ops._vmap": "",
+    "ops._launch": "ops._native",
+    "ops._select": "ops._env ops._launch ops._verified",
+    "ops._op": "ops._env ops._launch ops._select ops._vmap",
+    "ops._autograd": "ops._op ops._native",
     # The reference is also the derivative of the backward op and, unless a tangents.py has formulas
     # of its own, the one in forward mode; other backends are found by name.
-    (
-        "fastattn.ops.<op>.op",
-        (
-            "fastattn.ops._op",
-            "fastattn.ops._autograd",
-            "fastattn.ops.<op>.reference",
-            "fastattn.ops.<op>.tangents",
-            "fastattn.ops.<op>.calls",
-            "fastattn.ops.<op>.prepared",
-        ),
+    "ops.<op>.op": (
+        "ops._op ops._autograd ops.<op>.reference ops.<op>.tangents ops.<op>.calls "
+        "ops.<op>.prepared"
     ),
-    ("fastattn.ops.<op>.spec", ("fastattn",)),
-    (
-        "fastattn.ops.<op>",
-        (
-            "fastattn.ops._env",
-            "fastattn.ops._dropout",
-            "fastattn.ops._native",
-            "fastattn.ops._triton_launch",
-            "fastattn.ops._triton_dropout",
-            "fastattn.ops.<op>",
-        ),
+    "ops.<op>.spec": ".",
+    "ops.<op>": "ops._env ops._dropout ops._native ops._triton_launch ops._triton_dropout ops.<op>",
+    "ops": "ops._env ops._native ops._op ops._select",
+    "_arguments": "ops._dropout ops.*.op",
+    "_scores": "_arguments ops.attention.op",
+    "_options": "_arguments _scores ops.attention.op",
+    "_paged": "_arguments",
+    "_jagged": "",
+    "functional": "_arguments _jagged _options _paged _scores ops._select ops._dropout ops.*.op",
+    "_openmp": "",
+    "nn": "functional nn ops",
+    "integrations": "functional nn integrations",
+    "distributed": (
+        "_arguments _scores functional nn distributed ops._select ops.attention.calls "
+        "ops.attention.op"
     ),
-    (
-        "fastattn.ops",
-        ("fastattn.ops._env", "fastattn.ops._native", "fastattn.ops._op", "fastattn.ops._select"),
-    ),
-    ("fastattn._arguments", ("fastattn.ops._dropout", "fastattn.ops.*.op")),
-    ("fastattn._scores", ("fastattn._arguments", "fastattn.ops.attention.op")),
-    (
-        "fastattn._options",
-        ("fastattn._arguments", "fastattn._scores", "fastattn.ops.attention.op"),
-    ),
-    ("fastattn._paged", ("fastattn._arguments",)),
-    ("fastattn._jagged", ()),
-    (
-        "fastattn.functional",
-        (
-            "fastattn._arguments",
-            "fastattn._jagged",
-            "fastattn._options",
-            "fastattn._paged",
-            "fastattn._scores",
-            "fastattn.ops._select",
-            "fastattn.ops._dropout",
-            "fastattn.ops.*.op",
-        ),
-    ),
-    ("fastattn._openmp", ()),
-    ("fastattn.nn", ("fastattn.functional", "fastattn.nn", "fastattn.ops")),
-    ("fastattn.integrations", ("fastattn.functional", "fastattn.nn", "fastattn.integrations")),
-    (
-        "fastattn.distributed",
-        (
-            "fastattn._arguments",
-            "fastattn._scores",
-            "fastattn.functional",
-            "fastattn.nn",
-            "fastattn.distributed",
-            "fastattn.ops._select",
-            "fastattn.ops.attention.calls",
-            "fastattn.ops.attention.op",
-        ),
-    ),
-    (
-        "fastattn.seq2seq",
-        (
-            "fastattn.functional",
-            "fastattn.nn",
-            "fastattn.distributed",
-            "fastattn.seq2seq",
-            "fastattn.ops",
-        ),
-    ),
-    ("fastattn.testing", ("fastattn.functional", "fastattn.ops", "fastattn.testing")),
-    ("fastattn.cli", ("fastattn",)),
-    ("fastattn.__main__", ("fastattn.cli",)),
-)
+    "seq2seq": "functional nn distributed seq2seq ops",
+    "testing": "functional ops testing",
+    "cli": ".",
+    "__main__": "cli",
+}
+
+
+def _full_names(names: str) -> tuple[str, ...]:
+    return tuple(f"fastattn.{name}".removesuffix("..") for name in names.split())
 
 
 def _matches(name: str, prefix: str) -> bool:
@@ -264,7 +204,10 @@ def layers_import_upwards(package: Path) -> list[str]:
         if name == "fastattn":
             allowed = ("fastattn._openmp", "fastattn.functional", "fastattn.integrations")
         else:
-            layers = [(p.replace("<op>", op), allowed) for p, allowed in _LAYERS]
+            layers = [
+                (f"fastattn.{p.replace('<op>', op)}", _full_names(allowed))
+                for p, allowed in _LAYERS.items()
+            ]
             plain = re.sub(r"\.spec_\w+$", ".spec", name)  # an op's folder may hold several specs
             matching = [(p, allowed) for p, allowed in layers if _matches(plain, p)]
             if not matching:
@@ -529,16 +472,7 @@ def _python(source: str, folder: Path) -> str:
     """Runs Python on the package in `folder`; no variable selects a backend."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("FASTATTN", "TRITON"))}
     environment["PYTHONPATH"] = str(folder)
-    done = subprocess.run(
-        [sys.executable, "-c", source],
-        env=environment,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return python_output("-c", source, env=environment, cwd=folder)
 
 
 _LIGHT = """

@@ -95,9 +95,7 @@ def test_the_portable_cuda_library(build: ModuleType, portable: Path, tmp_path: 
     [("9.0\n", True, True), ("8.6\n7.5\n", False, True), ("7.5\n", False, False),
      ("12.0\n", False, True), ("No devices were found\n", False, False)],
 )  # fmt: skip
-def test_which_gpus_are_here(
-    build: ModuleType, query: str, hopper: bool, ampere: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_which_gpus_are_here(build, query, hopper, ampere, monkeypatch):
     done = subprocess.CompletedProcess([], 0, stdout=query)
     monkeypatch.setattr(build.subprocess, "run", lambda *_, **__: done)
     tools = build.Tools.found.__wrapped__()
@@ -112,13 +110,7 @@ def test_which_gpus_are_here(
         ({"cxx": None}, r"needs a C\+\+ compiler"),
     ],
 )
-def test_impossible_is_an_error_only_when_asked_for(
-    build: ModuleType,
-    csrc: Path,
-    capsys: pytest.CaptureFixture[str],
-    changes: dict[str, Any],
-    reason: str,
-) -> None:
+def test_impossible_is_an_error_only_when_asked_for(build, csrc, capsys, changes, reason):
     tools = _tools(build, **changes)
     assert build.choose(None, tools, csrc) == []
     capsys.readouterr()
@@ -207,10 +199,7 @@ def test_commands(build: ModuleType, csrc: Path, tmp_path: Path) -> None:
         ("10'000", "10'001", True),
     ],
 )
-def test_the_digest_ignores_comments_and_white_space(
-    build: ModuleType, csrc: Path, before: str, after: str, changes: bool
-) -> None:
-    """Nothing else, also in headers."""
+def test_the_digest_ignores_comments_and_white_space(build, csrc, before, after, changes):
     source = (
         "#define N 1\nint f(int a, int b) {  // one\n  return a + b; /* two\nlines */ }\n"
         'int g(int a, int b) { return a + +b; }\nconst char* h = "a // b";\n'
@@ -232,9 +221,7 @@ def test_the_digest_ignores_comments_and_white_space(
     assert (digests[0] != digests[1]) == changes
 
 
-def test_the_digest_is_of_the_library_and_its_options(
-    build: ModuleType, portable: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_digest_is_of_the_library_and_its_options(build, portable, tmp_path, monkeypatch):
     """It is in the command of one source, so that nothing else is compiled again for it."""
     library = build.LIBRARIES["sm90"]
     first = build.digest_of(library, portable)
@@ -253,9 +240,7 @@ def test_the_digest_is_of_the_library_and_its_options(
 
 @pytest.mark.slow  # nvcc
 @pytest.mark.parametrize("name", ["sm90", "cuda"])
-def test_the_digest_is_in_the_library(
-    build: ModuleType, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_digest_is_in_the_library(build, tmp_path, name, monkeypatch):
     tools = build.Tools.found()
     try:
         build.check_possible(build.LIBRARIES[name], tools)
@@ -300,9 +285,7 @@ def test_commands_of_instances(build: ModuleType, csrc: Path, tmp_path: Path) ->
     assert text.count("#include") == 13
 
 
-def test_instances_that_are_compiled_together_stay_up_to_date(
-    build: ModuleType, csrc: Path, tmp_path: Path
-) -> None:
+def test_instances_that_are_compiled_together_stay_up_to_date(build, csrc, tmp_path):
     """Although their commands write what they compile."""
     if build._ninja() is None:
         pytest.skip("needs ninja")
@@ -326,7 +309,6 @@ def test_instances_that_are_compiled_together_stay_up_to_date(
 
 
 def test_what_is_out_of_date(build: ModuleType, tmp_path: Path) -> None:
-    """Objects are rebuilt for changed sources, headers or commands."""
     if build._ninja() is None or shutil.which("g++") is None:
         pytest.skip("needs ninja and g++")
     header, names = tmp_path / "shared.h", ("one", "two")
@@ -351,10 +333,7 @@ def test_what_is_out_of_date(build: ModuleType, tmp_path: Path) -> None:
     assert build.outdated(steps(), tmp_path) == {two}
 
 
-def test_the_output_of_nvcc_is_kept(
-    build: ModuleType, csrc: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """The output is kept in a file beside the object; register counts are not printed."""
+def test_the_output_of_nvcc_is_kept(build, csrc, tmp_path, capfd):
     nvcc = tmp_path / "cuda" / "bin" / "nvcc"
     nvcc.parent.mkdir(parents=True)
     output = (
@@ -379,9 +358,7 @@ def test_the_variant_of_torch_is_part_of_the_name(build: ModuleType, tmp_path: P
     assert build.LIBRARIES["cpu"].file_name(tools) == "_C_cpu"
 
 
-def test_objects_of_an_extension_serve_one_torch(
-    build: ModuleType, csrc: Path, tmp_path: Path
-) -> None:
+def test_objects_of_an_extension_serve_one_torch(build, csrc, tmp_path):
     """Another torch changes neither the compiler's command nor a file that ninja tracks: the output
     folder must differ.
     """
@@ -395,9 +372,7 @@ def test_objects_of_an_extension_serve_one_torch(
     assert outputs("cpu", "2.12.1") == outputs("cpu", "2.13.0")
 
 
-def test_other_cpus_get_the_portable_kernels(
-    build: ModuleType, csrc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_cpus_get_the_portable_kernels(build, csrc, tmp_path, monkeypatch):
     monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")
     steps = build.library_steps(build.LIBRARIES["cpu"], _tools(build), csrc, tmp_path)
     names = [step.output.name for step in steps]
@@ -405,9 +380,7 @@ def test_other_cpus_get_the_portable_kernels(
 
 
 @pytest.mark.parametrize("ninja", [True, False], ids=["ninja", "threads"])
-def test_execute(
-    build: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ninja: bool
-) -> None:
+def test_execute(build, monkeypatch, tmp_path, ninja):
     tools = build.Tools.found()
     if tools.cxx is None or (ninja and build._ninja() is None):
         pytest.skip("needs a compiler and ninja")

@@ -4,7 +4,6 @@ import dataclasses
 import io
 import json
 import re
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 from cli_runs import TINY, TINY_PRESET, call
 from cpu_library import needs_library
+from subprocesses import python_output
 
 import fastattn
 from fastattn import cli
@@ -64,10 +64,7 @@ def test_help_imports_nothing_that_only_commands_need():
         "except SystemExit: pass\n"
         f"print([name for name in {heavy} if name in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
-    )
-    assert done.stdout.splitlines()[-1] == "[]"
+    assert python_output("-c", code).splitlines()[-1] == "[]"
 
 
 @pytest.mark.parametrize(
@@ -158,17 +155,9 @@ def test_wrong_choices_are_named_before_anything_is_written(capsys, pairs_file, 
             "scheduled_sampling must be 'none' for a non-autoregressive decoder"
         ),
     }
+    command = ["train", "--data", str(pairs_file), "--out", str(tmp_path / "run"), *TINY]
     for extra, message in cases.items():
-        code, out, err = call(
-            capsys,
-            "train",
-            "--data",
-            str(pairs_file),
-            "--out",
-            str(tmp_path / "run"),
-            *TINY,
-            *extra,
-        )
+        code, out, err = call(capsys, *command, *extra)
         assert (code, out) == (2, "") and message in err, extra
         assert not (tmp_path / "run").exists()
 
@@ -253,37 +242,6 @@ def test_resuming_needs_a_run(capsys, pairs_file, tmp_path):
     )
     assert code == 2
     assert f"must be one that `fastattn train` made, got {tmp_path}, which has no model.json" in err
-
-
-def test_an_interrupted_run_continues_to_the_same_end(capsys, pairs_file, tmp_path, monkeypatch):
-    from fastattn.seq2seq import training
-
-    base = ["train", "--data", str(pairs_file), "--steps=8", "--checkpoint-every=3", *TINY]
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert call(capsys, *base, "--out", str(whole))[0] == 0
-    real, count = training.update, 0
-
-    def interrupted_at_five(*arguments):
-        nonlocal count
-        count += 1
-        if count == 5:
-            raise KeyboardInterrupt
-        return real(*arguments)
-
-    monkeypatch.setattr(training, "update", interrupted_at_five)
-    code, _, err = call(capsys, *base, "--out", str(parts))
-    assert code == 130 and "interrupted" in err
-    monkeypatch.undo()
-    code, _, _ = call(
-        capsys, "train", "--resume", "--data", str(pairs_file), "--out", str(parts), "--device=cpu"
-    )
-    assert code == 0
-    curves = [
-        [(row["step"], row["loss"]) for row in training.read_metrics(run / "metrics.jsonl")
-         if "loss" in row]
-        for run in (whole, parts)
-    ]  # fmt: skip
-    assert curves[0] == curves[1] and len(curves[0]) == 8
 
 
 def test_translating_arguments_and_standard_input(capsys, run_folder, monkeypatch, tmp_path):
@@ -538,21 +496,6 @@ def test_demo_prints_its_results(capsys, pairs_file, tmp_path, monkeypatch):
     assert code == 1 and json.loads(out)["passed"] is False
     code, _, err = call(capsys, *base, "--out", str(tmp_path / "b"))
     assert code == 2 and "must be new or empty" in err
-
-
-@pytest.mark.slow
-def test_demo_command_for_a_few_steps(pairs_file, tmp_path):
-    command = [sys.executable, "-m", "fastattn", "demo", "--steps=3", "--json", "--device=cpu"]
-    done = subprocess.run(
-        [*command, "--data", str(pairs_file), "--out", str(tmp_path / "run")],
-        capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    summary = json.loads(done.stdout)
-    assert summary == json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["model"]["width"] == demo.CPU_PRESET.model.width
-    fastattn, torch_ = (run["losses"] for run in summary["runs"].values())
-    assert fastattn == pytest.approx(torch_, rel=1e-4) and len(fastattn) == 3
 
 
 def test_every_option_of_train_is_a_field_or_has_another_name():

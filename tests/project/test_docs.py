@@ -4,11 +4,10 @@ import importlib.util
 import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from subprocesses import python_output
 
 import fastattn
 from fastattn import cli
@@ -33,10 +32,7 @@ WITH_PYTHON = [page for page in [ROOT / "README.md", *PAGES] if blocks(page)]
         for page in WITH_PYTHON
     ],
 )
-def test_python_blocks_run(
-    page: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The Python blocks of a page, one after the other, as a reader pastes them."""
+def test_python_blocks_run(page, capsys, monkeypatch):
     if page.stem in ("modules", "pretrained"):
         pytest.importorskip("transformers")
     if page.stem == "compile":
@@ -65,7 +61,6 @@ def commands() -> list[str]:
 
 
 def test_commands_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands and options of shell blocks are known to the parsers and to the Makefile."""
     monkeypatch.chdir(tmp_path)
     Path("pairs.tsv").touch()
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -119,14 +114,8 @@ def test_every_page_is_in_the_navigation() -> None:
 
 @pytest.mark.slow
 def test_site_builds_strictly(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path],
-        cwd=ROOT / "docs",
-        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    build = ["-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]
+    python_output(*build, cwd=ROOT / "docs", env=os.environ | {"NO_MKDOCS_2_WARNING": "1"})
     backends = (tmp_path / "backends.html").read_text()
     assert "attention_fwd" in backends
     assert "{{" not in backends

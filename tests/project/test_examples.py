@@ -1,11 +1,9 @@
 """Each example beats its stated baseline within a fixed number of steps."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from subprocesses import python_output
 
 from examples import (
     linear_attention,
@@ -86,14 +84,7 @@ def test_positions(tmp_path: Path) -> None:
 
 
 def test_ring_attention() -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*launcher, "--nproc-per-node", "2", "-m", "examples.ring_attention"],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    difference = done.stdout.rpartition("one process: ")[2]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    shown = python_output(*launcher, "-m", "examples.ring_attention", cwd=ROOT)
+    difference = shown.rpartition("one process: ")[2]
     assert float(difference) < 1e-4

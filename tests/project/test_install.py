@@ -225,9 +225,7 @@ def test_editable_install_beside_the_clone(editable: tuple[Path, Path]) -> None:
     assert output.split() == [str(clone / "fastattn" / "__init__.py"), "attention"]
 
 
-def test_editable_install_has_types(
-    mypy: tuple[str | Path, ...], editable: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_editable_install_has_types(mypy, editable, tmp_path):
     python, clone = editable
     user = tmp_path / "user.py"
     user.write_text(

@@ -129,7 +129,6 @@ def test_packed(causal, window, same, alibi, softcap) -> None:
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("longest", [0, 3])
 def test_packed_without_tokens(paged: bool, longest: int) -> None:
-    """No query in the batch, with any bound of the lengths; and no key."""
     some, none = torch.tensor([0, 3, 7]).int(), torch.zeros(3, dtype=torch.int32)
     k, table = normal(7, K, D), None
     if paged:
@@ -406,7 +405,6 @@ def test_block_tables_that_are_none_are_named() -> None:
 
 @pytest.mark.parametrize("paged", [True, False])
 def test_new_keys_and_lengths_of_other_shapes_are_named(paged) -> None:
-    """They are not broadcast, and nothing is written."""
     q, new, cache = normal(2, 1, 2, 8), normal(2, 2, 2, 8), normal(2, 8, 2, 8)
     options: dict = {"cache_seqlens": 3}
     if paged:

@@ -1,13 +1,12 @@
 """FlopCounterMode counts the package's ops as it counts torch's."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from attention_options import packing
+from subprocesses import python_output
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -128,11 +127,8 @@ def test_import_order_does_not_matter() -> None:
     late = f"{fast}\nassert 'triton' not in sys.modules\n{counter}"
     look = "import importlib.util; importlib.util.find_spec('torch.utils.flop_counter')"
     orders = (late, f"{counter}\n{fast}", f"{fast}\n{look}\n{counter}")
-    done = subprocess.run(
-        [sys.executable, "-c", _IN_ORDER, *orders], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [str(2 * 4 * 4 * 16)] * len(orders)
+    shown = python_output("-c", _IN_ORDER, *orders)
+    assert shown.split() == [str(2 * 4 * 4 * 16)] * len(orders)
 
 
 _IN_ORDER = """

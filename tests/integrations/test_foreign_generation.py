@@ -15,7 +15,7 @@ from generating_models import (  # noqa: E402
     WHISPER,
     before_and_after,
     generated,
-    kind_of,
+    seq2seq,
 )
 from transformers_models import build, tokens  # noqa: E402
 
@@ -60,7 +60,7 @@ def test_more_positions_than_a_cache_has() -> None:
         (MODELS["t5"], "beams", 40),
         (MODELS["bart"], "greedy", 40),
         (MODELS["m2m100"], "greedy", 70),  # whose table of 64 positions grows
-        (kind_of(*m2m100, max_position_embeddings=20), "greedy", 70),  # twice
+        (seq2seq(*m2m100, max_position_embeddings=20), "greedy", 70),  # twice
     ):
         model = build(make, "eager")
         expected, got, fallbacks = before_and_after(

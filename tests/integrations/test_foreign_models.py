@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 transformers = pytest.importorskip("transformers")
 
-from generating_models import MODELS, generated, kind_of  # noqa: E402
+from generating_models import MODELS, generated, seq2seq  # noqa: E402
 from transformers_models import VOCABULARY, build, tokens  # noqa: E402
 
 import fastattn  # noqa: E402
@@ -104,13 +104,11 @@ class _Scaled(torch.Tensor):
         self.inner = inner
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in (torch.ops.aten.detach.default, torch.ops.aten.t.default):
-            return cls(func(args[0].inner))
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op in (torch.ops.aten.detach.default, torch.ops.aten.t.default):
+            return cls(op(args[0].inner))
         args, kwargs = tree_map_only(cls, lambda tensor: 2 * tensor.inner, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        return op(*args, **kwargs)
 
 
 def test_parameters_of_tensor_subclasses() -> None:
@@ -125,62 +123,35 @@ def test_parameters_of_tensor_subclasses() -> None:
 
 
 class _Kept(torch.nn.Module):
-    """A module that keeps its last output, as probes do."""
+    """A module that keeps its last output, as probes do, from a number of `calls` on."""
 
-    def __init__(self, base: Any) -> None:
+    calls = 0  # since a sentence's prompt
+
+    def __init__(self, base: Any, first: int) -> None:
         super().__init__()
-        self.base = base
-
-    def forward(self, x: Any) -> Any:
-        self.output = self.base(x)
-        return self.output
-
-
-def test_values_that_modules_keep() -> None:
-    plain: Any = build(MODELS["marian"], "eager")
-    for layer in plain.model.decoder.layers:
-        layer.fc1 = _Kept(layer.fc1)
-    model: Any = copy.deepcopy(plain)
-    with fastattn.patch(model, quiet=True) as report:
-        for calls in (1, 2):
-            options: dict[str, Any] = {"new": 40, "min_new_tokens": 40}  # in two caches
-            assert torch.equal(generated(model, **options), generated(plain, **options))
-            for layer, other in zip(
-                model.model.decoder.layers, plain.model.decoder.layers, strict=True
-            ):
-                torch.testing.assert_close(layer.fc1.output, other.fc1.output)
-            why = "is of a model whose forward changes modules' attributes"
-            assert report.generate[""] == {why: calls}
-
-
-class _KeptLater(torch.nn.Module):
-    """As _Kept, but not in the first of `calls`, the prompt of a sentence."""
-
-    calls = 0
-
-    def __init__(self, base: Any) -> None:
-        super().__init__()
-        self.base, self.output = base, None
+        self.base, self.first, self.output = base, first, None
 
     def forward(self, x: Any) -> Any:
         y = self.base(x)
-        if _KeptLater.calls > 0:
+        if _Kept.calls >= self.first:
             self.output = y
-        _KeptLater.calls += 1
+        _Kept.calls += 1
         return y
 
 
-def test_values_that_modules_keep_in_a_step() -> None:
+@pytest.mark.parametrize("first", [0, 1])
+def test_values_that_modules_keep(first: int) -> None:
     plain: Any = build(MODELS["marian"], "eager")
     layer = plain.model.decoder.layers[-1]
-    layer.fc1 = _KeptLater(layer.fc1)
+    layer.fc1 = _Kept(layer.fc1, first)
     model: Any = copy.deepcopy(plain)
     with fastattn.patch(model, quiet=True) as report:
         for calls in (1, 2):
             kept = []
             for m in (plain, model):
-                _KeptLater.calls = 0
-                kept.append((generated(m), m.model.decoder.layers[-1].fc1.output))
+                _Kept.calls = 0
+                result = generated(m, new=40, min_new_tokens=40)  # in two caches
+                kept.append((result, m.model.decoder.layers[-1].fc1.output))
             torch.testing.assert_close(kept[1], kept[0])
             why = "is of a model whose forward changes modules' attributes"
             assert report.generate[""] == {why: calls}
@@ -354,7 +325,7 @@ def test_what_keeps_its_generate(monkeypatch: pytest.MonkeyPatch) -> None:
 
     own = Own(MODELS["marian"]()[1])
     assert "Own is a class of another package" in fastattn.patch(own, quiet=True).kept[""]
-    kind, config = kind_of("BlenderbotForConditionalGeneration", "BlenderbotConfig")()
+    kind, config = seq2seq("BlenderbotForConditionalGeneration", "BlenderbotConfig")()
     report = fastattn.patch(kind(config), quiet=True)
     assert report.kept[""] == "keeps its generate: fastattn has none for model_type blenderbot"
     monkeypatch.setattr(foreign_generation, "_OLDEST", (99, 1))

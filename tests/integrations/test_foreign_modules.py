@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from call_recorder import CallRecorder
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import rms_norm
 from torch.nn.utils import parametrizations
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
 from fastattn.integrations import foreign_modules
@@ -126,21 +126,8 @@ def _formula(model: str, module: Any, x: Tensor, weight: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (weight + shift)
 
 
-class Ops(TorchDispatchMode):
-    """The ops of fastattn that run within it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "fastattn":
-            self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
 def ops_of(module: nn.Module, *args: Any, **kwargs: Any) -> list[str]:
-    with torch.no_grad(), Ops() as ops:
+    with torch.no_grad(), CallRecorder() as ops:
         module(*args, **kwargs)
     return ops.names
 

@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
 
+from generating_models import MODELS, SIZES, WHISPER  # noqa: E402
 from transformers_models import (  # noqa: E402
     LLAMA_SIZES,
     SMALL,
     assert_equal,
     build,
+    kind_of,
     outcome,
     tokens,
 )
@@ -23,78 +25,39 @@ from transformers_models import (  # noqa: E402
 import fastattn  # noqa: E402
 from fastattn.integrations import huggingface  # noqa: E402
 
-BART_SIZES = {
-    "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
-    "decoder_start_token_id": 1,
+TEXT: dict[str, Callable[[], Any]] = {
+    "bert": kind_of(
+        "BertForMaskedLM", "BertConfig", hidden_size=32, num_hidden_layers=2,
+        num_attention_heads=4, intermediate_size=48, **SMALL,
+    ),
+    "gpt2": kind_of("GPT2LMHeadModel", "GPT2Config", n_embd=32, n_layer=2, n_head=4, **SMALL),
+    "llama": kind_of("LlamaForCausalLM", "LlamaConfig", **LLAMA_SIZES, **SMALL),
+    "mistral": kind_of(
+        "MistralForCausalLM", "MistralConfig", sliding_window=4, **LLAMA_SIZES, **SMALL
+    ),
+    "t5": MODELS["t5"],
+    "marian": MODELS["marian"],
 }  # fmt: skip
-
-
-def _bert() -> Any:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return transformers.BertForMaskedLM, transformers.BertConfig(
-        intermediate_size=48, **sizes, **SMALL
-    )
-
-
-def _gpt2() -> Any:
-    return transformers.GPT2LMHeadModel, transformers.GPT2Config(
-        n_embd=32, n_layer=2, n_head=4, **SMALL
-    )
-
-
-def _llama() -> Any:
-    return transformers.LlamaForCausalLM, transformers.LlamaConfig(**LLAMA_SIZES, **SMALL)
-
-
-def _mistral() -> Any:
-    return transformers.MistralForCausalLM, transformers.MistralConfig(
-        sliding_window=4, **LLAMA_SIZES, **SMALL
-    )
-
-
-def _t5() -> Any:
-    return transformers.T5ForConditionalGeneration, transformers.T5Config(
-        d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=1, **SMALL
-    )
-
-
-def _marian() -> Any:
-    return transformers.MarianMTModel, transformers.MarianConfig(
-        max_position_embeddings=64, forced_eos_token_id=None, **BART_SIZES, **SMALL
-    )
-
-
-def _whisper() -> Any:
-    return transformers.WhisperForConditionalGeneration, transformers.WhisperConfig(
-        max_source_positions=20, num_mel_bins=8, suppress_tokens=None, begin_suppress_tokens=None,
-        **BART_SIZES, **SMALL,
-    )  # fmt: skip
-
-
-def _vit() -> Any:
-    return transformers.ViTModel, transformers.ViTConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
-        image_size=16, patch_size=4,
-    )  # fmt: skip
 
 
 def _detr() -> Any:
     backbone = transformers.ResNetConfig(
         embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], out_features=["stage2"]
     )
-    sizes = {**BART_SIZES}
-    del sizes["decoder_start_token_id"]
+    sizes = {n: x for n, x in SIZES.items() if not n.endswith(("_token_id", "_embeddings"))}
     return transformers.DetrModel, transformers.DetrConfig(
         use_timm_backbone=False, backbone_config=backbone, backbone=None, num_queries=5, **sizes
     )
 
 
-TEXT: dict[str, Callable[[], Any]] = {
-    "bert": _bert, "gpt2": _gpt2, "llama": _llama, "mistral": _mistral, "t5": _t5,
-    "marian": _marian,
+OTHER: dict[str, Callable[[], Any]] = {
+    "whisper": WHISPER,
+    "vit": kind_of(
+        "ViTModel", "ViTConfig", hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=48, image_size=16, patch_size=4,
+    ),
+    "detr": _detr,
 }  # fmt: skip
-OTHER: dict[str, Callable[[], Any]] = {"whisper": _whisper, "vit": _vit, "detr": _detr}
 SIDES = ["left", "right"]
 
 
@@ -146,7 +109,7 @@ def test_generation(name: str, cache: str | None) -> None:
 def test_a_prompt_in_chunks() -> None:
     """Later chunks are causal after the cache, although no padding mask restricts them."""
     ids, _ = tokens("left")
-    model = build(_llama, "fastattn")
+    model = build(TEXT["llama"], "fastattn")
     whole, cache, chunks = model(ids).logits, None, []
     for chunk in ids.split([4, 3, 2], dim=1):
         result = model(chunk, past_key_values=cache, use_cache=True)
@@ -176,28 +139,26 @@ def test_patched_models(name: str) -> None:
     assert_equal(outcome(model, inputs, real), expected)
 
 
-def _informer() -> Any:
-    return transformers.InformerForPrediction, transformers.InformerConfig(
-        prediction_length=4, context_length=8, lags_sequence=[1], attention_type="full",
-        d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4,
-        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48,
-        num_time_features=1,
-    )  # fmt: skip
+WITHOUT_SDPA = {
+    "nllb_moe": kind_of(
+        "NllbMoeForConditionalGeneration", "NllbMoeConfig", num_experts=2, expert_capacity=64,
+        encoder_sparse_step=2, decoder_sparse_step=2, **SIZES, **SMALL,
+    ),
+    "informer": kind_of(
+        "InformerForPrediction", "InformerConfig", prediction_length=4, context_length=8,
+        lags_sequence=[1], attention_type="full", d_model=32, encoder_layers=1, decoder_layers=2,
+        encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=48,
+        decoder_ffn_dim=48, num_time_features=1,
+    ),
+}  # fmt: skip
 
 
-def _nllb_moe() -> Any:
-    return transformers.NllbMoeForConditionalGeneration, transformers.NllbMoeConfig(
-        num_experts=2, expert_capacity=64, encoder_sparse_step=2, decoder_sparse_step=2,
-        max_position_embeddings=64, **BART_SIZES, **SMALL,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ["nllb_moe", "informer"])
+@pytest.mark.parametrize("name", WITHOUT_SDPA)
 @pytest.mark.parametrize("how", ["direct", "patched"])
 @torch.no_grad()
 def test_a_model_without_sdpa_keeps_eager_semantics(name: str, how: str) -> None:
     """Its decoder's `is_causal` is False, and its code adds the mask to scores of its own."""
-    make = {"nllb_moe": _nllb_moe, "informer": _informer}[name]
+    make = WITHOUT_SDPA[name]
     plain = build(make, "eager")
     if how == "direct":
         model = build(make, "fastattn")
@@ -235,7 +196,7 @@ def test_a_configuration_without_models_of_its_own_is_as_its_base() -> None:
     class OwnConfig(transformers.NllbMoeConfig):  # type: ignore[misc, name-defined]
         pass
 
-    kind, config = _nllb_moe()
+    kind, config = WITHOUT_SDPA["nllb_moe"]()
     own = OwnConfig(**{k: v for k, v in config.to_dict().items() if k != "model_type"})
     model = build(lambda: (kind, own), "fastattn")
     ids, mask = tokens("right")
@@ -246,28 +207,35 @@ def test_a_configuration_without_models_of_its_own_is_as_its_base() -> None:
 
 
 def test_a_model_whose_attention_cannot_be_replaced_is_refused_directly() -> None:
+    """Bloom's attention would add the boolean mask to the scores."""
+    bloom = kind_of("BloomModel", "BloomConfig", hidden_size=32, n_layer=1, n_head=4, **SMALL)
     config = transformers.BlipTextConfig(
         is_decoder=True, hidden_size=32, encoder_hidden_size=32, num_hidden_layers=1,
         num_attention_heads=4, intermediate_size=48, **SMALL,
     )  # fmt: skip
-    kind = transformers.models.blip.modeling_blip_text.BlipTextModel
-    model = build(lambda: (kind, config), "fastattn")
-    with pytest.raises(NotImplementedError, match="got one of BlipTextConfig"):
-        model(input_ids=tokens("right")[0], is_decoder=True)
+    blip = transformers.models.blip.modeling_blip_text.BlipTextModel
+    ids, mask = tokens("left")
+    for make, inputs, name in (
+        (bloom, {"attention_mask": mask}, "transformers can replace, got one of Bloom"),
+        (lambda: (blip, config), {"is_decoder": True}, "got one of BlipTextConfig"),
+    ):
+        model = build(make, "fastattn")
+        with pytest.raises(NotImplementedError, match=name):
+            model(input_ids=ids, **inputs)
 
 
 def test_attention_outside_a_model_is_kept() -> None:
     class OwnAttention(nn.Module):
         pass
 
-    model = nn.ModuleDict({"bert": build(_bert, "sdpa"), "bert2": OwnAttention()})
+    model = nn.ModuleDict({"bert": build(TEXT["bert"], "sdpa"), "bert2": OwnAttention()})
     report = fastattn.patch(model, quiet=True)
     assert list(report.attention) == ["bert"]
     assert report.kept == {"bert2": "is OwnAttention, which fastattn has no drop-in for"}
 
 
 def test_a_patched_copy_is_restored_alone() -> None:
-    model = build(_bert, "sdpa")
+    model = build(TEXT["bert"], "sdpa")
     fastattn.patch(model, quiet=True)
     other = copy.deepcopy(model)
     fastattn.unpatch(other)
@@ -277,7 +245,7 @@ def test_a_patched_copy_is_restored_alone() -> None:
 
 def test_training_with_dropout_follows_the_seed() -> None:
     inputs, real = arguments("bert")
-    model = build(_bert, "fastattn").train()
+    model = build(TEXT["bert"], "fastattn").train()
 
     def run(seed: int) -> Tensor:
         torch.manual_seed(seed)
@@ -288,7 +256,7 @@ def test_training_with_dropout_follows_the_seed() -> None:
 
 
 def test_weights_on_request() -> None:
-    model = build(_whisper, "fastattn")
+    model = build(WHISPER, "fastattn")
     attention = model.model.decoder.layers[0].encoder_attn  # type: ignore[union-attr]
     q = torch.randn(2, 4, 3, 8)
     out, weights = huggingface.attention_forward(
@@ -322,7 +290,6 @@ def test_attention_sinks() -> None:
 
 
 def test_learned_queries() -> None:
-    """One row of them is shared by the batch."""
     q, k = torch.randn(1, 4, 3, 8), torch.randn(2, 4, 5, 8)
     out, _ = huggingface.attention_forward(nn.Identity(), q, k, k, None, is_causal=False)
     expected = (q @ k.mT * 8**-0.5).softmax(-1) @ k
@@ -367,30 +334,15 @@ def test_what_is_not_supported() -> None:
         huggingface.attention_forward(nn.Identity(), q[:, :, 1:], q, q, None, is_causal=True)
 
 
-def test_a_model_whose_attention_cannot_be_replaced() -> None:
-    """Bloom's attention would add the boolean mask to the scores."""
-    config = transformers.BloomConfig(hidden_size=32, n_layer=1, n_head=4, **SMALL)
-    huggingface.register()
-    model = transformers.BloomModel._from_config(config, attn_implementation="fastattn")
-    ids, mask = tokens("left")
-    with pytest.raises(NotImplementedError, match="transformers can replace, got one of Bloom"):
-        model(ids, attention_mask=mask)
-
-
-def _deepseek() -> Any:
-    if not hasattr(transformers, "DeepseekV32Config"):
-        pytest.skip("these transformers have no DeepSeek-V3.2")
-    sizes = {**LLAMA_SIZES, "num_key_value_heads": 4, "num_hidden_layers": 1}
-    return transformers.DeepseekV32ForCausalLM, transformers.DeepseekV32Config(
-        first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
-        qk_nope_head_dim=8, v_head_dim=8, index_topk=2, index_n_heads=2, index_head_dim=16,
-        **sizes, **SMALL,
-    )  # fmt: skip
-
-
 def test_patch_leaves_attention_that_would_be_refused() -> None:
     inputs, real = arguments("llama")
-    model = build(_deepseek, "eager")
+    sizes = {**LLAMA_SIZES, "num_key_value_heads": 4, "num_hidden_layers": 1}
+    make = kind_of(
+        "DeepseekV32ForCausalLM", "DeepseekV32Config", first_k_dense_replace=1, q_lora_rank=16,
+        kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, index_topk=2,
+        index_n_heads=2, index_head_dim=16, **sizes, **SMALL,
+    )  # fmt: skip
+    model = build(make, "eager")
     expected = model(**inputs)[0][real]
     with fastattn.patch(model, quiet=True) as report:
         assert "indexer" in report.kept[""] and not report.attention

@@ -21,6 +21,7 @@ from transformers_models import (  # noqa: E402
     assert_as_exact,
     assert_equal,
     build,
+    kind_of,
     outcome,
     tokens,
 )
@@ -38,15 +39,6 @@ T5_SIZES = {
 }  # fmt: skip
 
 
-def _with(name: str, config: str, **sizes: Any) -> Callable[[], Any]:
-    def make() -> Any:
-        if not hasattr(transformers, name):
-            pytest.skip(f"these transformers have no {name}")
-        return getattr(transformers, name), getattr(transformers, config)(**sizes)
-
-    return make
-
-
 def _t5gemma() -> Any:
     stack = {**GEMMA_SIZES, "sliding_window": 64}
     return transformers.T5GemmaForConditionalGeneration, transformers.T5GemmaConfig(
@@ -55,43 +47,43 @@ def _t5gemma() -> Any:
 
 
 SOFTCAP: dict[str, Callable[[], Any]] = {
-    "gemma2": _with("Gemma2ForCausalLM", "Gemma2Config", **GEMMA_SIZES),
-    "gemma3": _with("Gemma3ForCausalLM", "Gemma3TextConfig", **GEMMA_SIZES),
-    "vaultgemma": _with("VaultGemmaForCausalLM", "VaultGemmaConfig", **GEMMA_SIZES),
+    "gemma2": kind_of("Gemma2ForCausalLM", "Gemma2Config", **GEMMA_SIZES),
+    "gemma3": kind_of("Gemma3ForCausalLM", "Gemma3TextConfig", **GEMMA_SIZES),
+    "vaultgemma": kind_of("VaultGemmaForCausalLM", "VaultGemmaConfig", **GEMMA_SIZES),
     "t5gemma": _t5gemma,
 }
 SINKS: dict[str, Callable[[], Any]] = {
-    "gpt_oss": _with(
+    "gpt_oss": kind_of(
         "GptOssForCausalLM", "GptOssConfig", head_dim=8, sliding_window=4, num_local_experts=2,
         num_experts_per_tok=1, layer_types=["sliding_attention", "full_attention"],
         **LLAMA_SIZES, **SMALL,
     ),
-    "granite_swa": _with(
+    "granite_swa": kind_of(
         "GraniteSWAForCausalLM", "GraniteSWAConfig", sliding_window=4, **LLAMA_SIZES, **SMALL
     ),
-    "mimo_v2_flash": _with(
+    "mimo_v2_flash": kind_of(
         "MiMoV2FlashForCausalLM", "MiMoV2FlashConfig", **LLAMA_SIZES, **SMALL
     ),
 }  # fmt: skip
 ALIBI: dict[str, Callable[[], Any]] = {
-    "falcon": _with(
+    "falcon": kind_of(
         "FalconForCausalLM", "FalconConfig", hidden_size=32, num_hidden_layers=2,
         num_attention_heads=4, alibi=True, **SMALL,
     ),
 }  # fmt: skip
 TABLES: dict[str, Callable[[], Any]] = {
-    "t5": _with("T5ForConditionalGeneration", "T5Config", **T5_SIZES),
-    "mt5": _with("MT5ForConditionalGeneration", "MT5Config", **T5_SIZES),
-    "umt5": _with("UMT5ForConditionalGeneration", "UMT5Config", **T5_SIZES),
-    "longt5": _with("LongT5ForConditionalGeneration", "LongT5Config", local_radius=3, **T5_SIZES),
-    "pop2piano": _with("Pop2PianoForConditionalGeneration", "Pop2PianoConfig", **T5_SIZES),
-    "switch_transformers": _with(
+    "t5": kind_of("T5ForConditionalGeneration", "T5Config", **T5_SIZES),
+    "mt5": kind_of("MT5ForConditionalGeneration", "MT5Config", **T5_SIZES),
+    "umt5": kind_of("UMT5ForConditionalGeneration", "UMT5Config", **T5_SIZES),
+    "longt5": kind_of("LongT5ForConditionalGeneration", "LongT5Config", local_radius=3, **T5_SIZES),
+    "pop2piano": kind_of("Pop2PianoForConditionalGeneration", "Pop2PianoConfig", **T5_SIZES),
+    "switch_transformers": kind_of(
         "SwitchTransformersForConditionalGeneration", "SwitchTransformersConfig", num_experts=2,
         **T5_SIZES,
     ),
 }  # fmt: skip
 OTHER: dict[str, Callable[[], Any]] = {
-    "pix2struct": _with(
+    "pix2struct": kind_of(
         "Pix2StructTextModel", "Pix2StructTextConfig", hidden_size=32, d_kv=8, d_ff=48,
         num_layers=2, num_heads=4, relative_attention_num_buckets=8,
         relative_attention_max_distance=6, initializer_range=0.02, **SMALL,
@@ -100,14 +92,14 @@ OTHER: dict[str, Callable[[], Any]] = {
 MODELS = SOFTCAP | SINKS | ALIBI | TABLES | OTHER
 # Models with attentions that compute their scores themselves, by the class of these.
 KEPT: dict[str, Callable[[], Any]] = {
-    "BloomAttention": _with(
+    "BloomAttention": kind_of(
         "BloomForCausalLM", "BloomConfig", hidden_size=32, n_layer=2, n_head=4, **SMALL
     ),
-    "MptAttention": _with(
+    "MptAttention": kind_of(
         "MptForCausalLM", "MptConfig", d_model=32, n_layers=2, n_heads=4, max_seq_len=32, **SMALL
     ),
     "LongT5LocalAttention": TABLES["longt5"],
-    "LongT5TransientGlobalAttention": _with(
+    "LongT5TransientGlobalAttention": kind_of(
         "LongT5ForConditionalGeneration", "LongT5Config", local_radius=3, global_block_size=2,
         encoder_attention_type="transient-global", **T5_SIZES,
     ),
@@ -163,11 +155,9 @@ class Recorded(TorchDispatchMode):
         self.ops: list[str] = []
         self.shapes: list[torch.Size] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        results = func(*args, **(kwargs or {}))
-        self.ops.append(func.name())
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = op(*args, **(kwargs or {}))
+        self.ops.append(op.name())
         self.shapes += [x.shape for x in tree_leaves(results) if isinstance(x, Tensor)]
         return results
 

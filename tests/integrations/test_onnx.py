@@ -122,7 +122,6 @@ def test_ops() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("opset, first", [(18, 0), (23, 2)])
 def test_many_samples(opset: int, first: int) -> None:
-    """Every fourth sample; opset 23 has operators for attention and the RMS norm."""
     samples, found = exported_samples()[first::4], set()
     for start in range(0, len(samples), _CALLS_OF_A_MODEL):
         found |= check_samples(samples[start : start + _CALLS_OF_A_MODEL], opset)
@@ -143,7 +142,6 @@ def test_pages() -> None:
 
 
 def test_exported_program() -> None:
-    """Its ops are decomposed in the ONNX program alone."""
     module = Together([functools.partial(torch.ops.fastattn.topk_logsumexp, first=3, count=4)])
     inputs = [{"logits": torch.randn(5, 50)}]
     exported = torch.export.export(module, (inputs,))

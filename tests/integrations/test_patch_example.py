@@ -177,9 +177,7 @@ def give_nan(x: Tensor) -> Tensor:
     ],
 )
 @pytest.mark.parametrize("at", [{"norms.0"}, {"norms.3"}, {"norms.1", "norms.4"}])
-def test_a_wrong_conversion_is_found_and_reverted(
-    change: Any, why: str, at: set[str], x: Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_conversion_is_found_and_reverted(change, why, at, x, monkeypatch):
     model = Model()
     expected = model.eval()(x)["x"]
     culprits = {id(module): wrong(nn.LayerNorm, change) for name, module in model.named_modules()
@@ -269,10 +267,7 @@ def test_attention_weights_that_only_eager_attention_returns() -> None:
         **sizes,
     )
     model = transformers.BridgeTowerModel(config)
-    inputs = {
-        "input_ids": torch.randint(3, 40, (2, 5)),
-        "pixel_values": torch.randn(2, 3, 16, 16),
-    }
+    inputs = {"input_ids": torch.randint(3, 40, (2, 5)), "pixel_values": torch.randn(2, 3, 16, 16)}
     report = fastattn.patch(model, example=inputs, quiet=True)
     assert report.kept[""] == "its result lacked attentions.0.0 on the example"
     assert not report.attention and model.config._attn_implementation == "eager"
@@ -346,9 +341,7 @@ MASK = torch.arange(7) >= torch.tensor([[7], [5]])
         (lambda self, x, found: found.append(self.norm(x)) or found, {"found": []}),
     ],
 )
-def test_no_wrong_result_is_overlooked(
-    forward: Any, given: dict[str, Any], x: Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_wrong_result_is_overlooked(forward, given, x, monkeypatch):
     torch.manual_seed(0)
     model = Calls(forward)
     inject({id(model.norm): wrong(nn.LayerNorm, lambda y: y * 1.01 + 0.01)}, monkeypatch)
@@ -357,9 +350,7 @@ def test_no_wrong_result_is_overlooked(
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_the_dtype_of_the_computation_decides_what_rounding_explains(
-    autocast: bool, x: Tensor
-) -> None:
+def test_the_dtype_of_the_computation_decides_what_rounding_explains(autocast, x):
     class Half(ProcessorAttention):
         def forward(self, x: Tensor) -> Tensor:
             q, k, v = self.qkv(x).bfloat16().unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
@@ -433,9 +424,7 @@ def test_padding_masks_of_torch(argument: str, x: Tensor, monkeypatch: pytest.Mo
     assert "norm" in report.kept
 
 
-def test_an_interrupted_comparison_leaves_the_model_as_it_was(
-    x: Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_comparison_leaves_the_model_as_it_was(x, monkeypatch):
     model = Model()
 
     def interrupt(*args: Any) -> None:

@@ -1,14 +1,12 @@
 """The report of `patch` on third-party models, and patched models in another process."""
 
 import multiprocessing
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from subprocesses import environment
+from subprocesses import python_output
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
@@ -192,9 +190,7 @@ for model, inputs, expected in torch.load({str(tmp_path / "models")!r}, weights_
     fastattn.unpatch(model)
     print(model.config._attn_implementation)
 """
-    command = [sys.executable, "-c", code]
-    run = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
-    assert run.stdout.split() == ["sdpa", "sdpa", "eager"], run.stderr
+    assert python_output("-c", code).split() == ["sdpa", "sdpa", "eager"]
 
 
 @pytest.mark.slow

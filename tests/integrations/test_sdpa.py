@@ -56,7 +56,6 @@ def test_the_overridden_ops(on_cpu: None, causal: bool, dropout_p: float, keys: 
 
 
 def test_results_match_torchs_meta_functions(on_cpu: None) -> None:
-    """Sizes, types and strides that compiled code relies on."""
     op = torch.ops.aten._scaled_dot_product_flash_attention
     for q in (torch.randn(2, 3, 9, 8), torch.randn(2, 9, 3, 8).transpose(1, 2)):
         with FakeTensorMode() as mode:

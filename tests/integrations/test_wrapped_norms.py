@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from call_recorder import CallRecorder
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
 from fastattn.testing.compare import compare
@@ -137,19 +137,6 @@ def classes(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return module
 
 
-class Ops(TorchDispatchMode):
-    """Within it, the ops of fastattn that ran."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "fastattn":
-            self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
 def _made(classes: Any, name: str) -> nn.Module:
     kind = getattr(classes, name)
     module: nn.Module = kind(4, N) if name == "Group" else kind(N)
@@ -191,7 +178,7 @@ def test_wrapped_norms(classes: Any, name: str, dtype: torch.dtype) -> None:
 
     ref64 = _results(in_fp64, x.double(), list(exact.parameters()))
     assert fastattn.patch(module, quiet=True).replaced == {"": name}
-    with Ops() as ops, torch.no_grad():
+    with CallRecorder() as ops, torch.no_grad():
         module(x)
     assert ops.names == ["rms_norm_fwd" if name.startswith("Rms") else "layer_norm_fwd"]
     got = _results(module, x, parameters)

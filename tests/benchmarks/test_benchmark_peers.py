@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import cases, conformance, generation, run, score_changes
+from benchmarks import cases, conformance, generation, score_changes
 from benchmarks.generation import DecodeSize, GenerationBenchmark
 from benchmarks.implementations import Implementation, Task
 from benchmarks.op_benchmark import OpBenchmark
@@ -26,11 +26,7 @@ from benchmarks.own_process import OwnProcess
 from benchmarks.peers import flash_attention as fa_peers
 from fastattn import functional
 from fastattn.integrations import flash_attn as flash
-from fastattn.ops.attention.spec_workloads import (
-    SCORE_CHANGES,
-    packed_workload,
-    padded_workload,
-)
+from fastattn.ops.attention.spec_workloads import SCORE_CHANGES, packed_workload, padded_workload
 from fastattn.testing import check_implementation, implementation
 from fastattn.testing.spec import Workload
 
@@ -123,7 +119,6 @@ def _dense(**options: Any) -> Workload:
     ],
 )
 def test_changes_of_scores(name: str, scores: str) -> None:
-    """The workload, and the peers that compute it on a CPU."""
     workload = padded_workload("tiny", 1, 4, 40, 16, ("cpu",), causal=True, scores=scores)
     spec, peer = cases.specs()["attention"], _peer(name, "attention", "cpu")
     benchmark = OpBenchmark(spec, workload, CPU, torch.float32, cold=False)
@@ -257,9 +252,7 @@ def _library_3(results: str) -> Iterator[None]:
 
 @pytest.mark.parametrize("results", RESULTS_3)
 @FLASH_CASES
-def test_flash_attention_3(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str, results: str
-) -> None:
+def test_flash_attention_3(monkeypatch, tmp_path, case, results):
     package = tmp_path / "flash_attn_3"
     package.mkdir()
     for name in ("__init__.py", "_C.py"):
@@ -480,7 +473,6 @@ def test_transformer_engine(modules: Any, case: str) -> None:
     ],
 )
 def test_converted_decoders(name: str, beams: int, dtype: torch.dtype) -> None:
-    """The peer converts the same weights and passes the gate with fastattn's tokens."""
     fast, peer = (_peer(each, generation.GENERATION, "cpu") for each in ("fastattn", name))
     if why := peer.unavailable():
         pytest.skip(f"{name} {why}")
@@ -565,23 +557,6 @@ def test_implementations_from_elsewhere(tmp_path: Path) -> None:
         "full": None, "causal": None, "window": "takes no window", "bias": "takes no mask",
         "grouped": None,
     }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("their_kernels", "must be named module:attribute, got 'their_kernels'"),
-        ("their_kernels:absent", "has no attribute 'absent'"),
-    ],
-)
-def test_wrong_names_from_elsewhere(
-    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    (tmp_path / "their_kernels.py").touch()
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit):
-        run.main(["--device=cpu", "--op=attention", f"--implementation={name}", "--list"])
-    assert message in capsys.readouterr().err
 
 
 def test_packed_sequences_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

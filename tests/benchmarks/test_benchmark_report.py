@@ -125,7 +125,6 @@ def test_report_renders(tmp_path: Path) -> None:
 
 
 def test_report_in_one_file(tmp_path: Path) -> None:
-    """Tables and plots in one page without external references."""
     pytest.importorskip("matplotlib")
     path, page = tmp_path / "results.jsonl", tmp_path / "report.html"
     found = _synthetic_rows()
@@ -156,9 +155,7 @@ def test_report_in_one_file(tmp_path: Path) -> None:
     assert set(tmp_path.iterdir()) == {path, page}
 
 
-def test_stale_rows_are_listed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stale_rows_are_listed(tmp_path, capsys, monkeypatch):
     path = tmp_path / "results.jsonl"
     rows.append(path, _synthetic_rows())
     assert report.main([str(path), "--stale"]) == 0
@@ -286,9 +283,7 @@ def test_figures_above_a_ceiling_are_explained(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("names", [1, 4, 9])
-def test_titles_and_legends_fit_their_plots(
-    names: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_titles_and_legends_fit_their_plots(names, monkeypatch, tmp_path):
     figures: list[Any] = []
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from subprocesses import environment
+from call_recorder import CallRecorder
+from subprocesses import environment, python_output
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import cases, generation, implementations, model, rows, run
@@ -27,72 +27,13 @@ from benchmarks.op_benchmark import OpBenchmark, _checked_rows
 from benchmarks.rows import ROOT
 from benchmarks.runner import Runner, Settings
 from fastattn.ops._select import explaining
-from fastattn.ops.attention.spec_workloads import (
-    SCORE_CHANGES,
-    packed_workload,
-    padded_workload,
-)
+from fastattn.ops.attention.spec_workloads import SCORE_CHANGES, packed_workload, padded_workload
 from fastattn.testing.spec import Inputs, Workload, all_specs
-from fastattn.testing.timing import (
-    Plan,
-)
+from fastattn.testing.timing import Plan
 
 CPU = torch.device("cpu")
+PEERS = ROOT / "tests/support/failing_peers.py"
 TINY = Plan(round_ms=0.2, rounds=3, min_rounds=2, budget_ms=50.0)
-PEERS = '''
-"""Candidates that fail, each in another way."""
-
-import dataclasses
-import os
-import time
-
-import torch.nn.functional as F
-
-from benchmarks.implementations import Implementation
-
-
-def right(inputs):
-    x = inputs["x"]
-    return F.layer_norm(x, x.shape[-1:], inputs["weight"], inputs["bias"], inputs["eps"])
-
-
-def wrong(inputs):
-    return right(inputs) * 1.01
-
-
-def wrong_gradient(inputs):
-    y = right(inputs)
-    return 2 * y - y.detach()
-
-
-def dies(inputs):
-    os.kill(os.getpid(), 9)
-
-
-def hangs(inputs):
-    time.sleep(1000)
-
-
-def raises(inputs):
-    raise RuntimeError("no good")
-
-
-def peer(function, name=None, **options):
-    name = name or function.__name__
-    return Implementation(name, ("layer_norm",), lambda task: function, **options)
-
-
-PEERS = [
-    peer(right),
-    peer(wrong),
-    peer(wrong_gradient),
-    peer(dies),
-    peer(hangs),
-    peer(raises),
-    peer(right, "absent", unavailable=lambda: "is not installed"),
-    peer(right, "refuses", unsupported=lambda task: f"has no {task.dtype}"),
-]
-'''
 
 
 # -- workloads -------------------------------------------------------------------------------------
@@ -182,10 +123,7 @@ def _reference(inputs: Inputs) -> Any:
     ids=str,
 )
 @pytest.mark.parametrize("sliced", [False, True], ids=["whole", "sliced"])
-def test_check_covers_what_is_timed(
-    options: dict[str, Any], sliced: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A correct candidate passes; one wrong element or a wrong gradient does not."""
+def test_check_covers_what_is_timed(options, sliced, monkeypatch):
     if sliced:
         monkeypatch.setattr("benchmarks.op_benchmark._WHOLE", 1)
     benchmark = OpBenchmark(
@@ -279,7 +217,6 @@ def test_model_gate() -> None:
 
 
 def test_packed_gate() -> None:
-    """The packed op is checked with its own specification, and a decoding shape has no backward."""
     workload = packed_workload("tiny", torch.tensor([5, 17, 1]), 2, 16, ("cpu",))
     benchmark = OpBenchmark(cases.specs()["attention_varlen"], workload, CPU, torch.float32)
 
@@ -354,10 +291,7 @@ def test_generation_gate(beams: int) -> None:
 
 
 # -- peers -----------------------------------------------------------------------------------------
-def test_absent_peers_have_rows_with_the_reason(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Without any of the packages every optional peer gets a row with its reason, none is run."""
+def test_absent_peers_have_rows_with_the_reason(monkeypatch, tmp_path):
     monkeypatch.setattr("benchmarks.implementations.importlib.util.find_spec", lambda name: None)
     monkeypatch.delenv("FASTATTN_FA3_LIBRARY", raising=False)
     absent = cases.absent_peers("cuda")
@@ -375,9 +309,7 @@ def test_absent_peers_have_rows_with_the_reason(
     assert "fa3" not in cases.absent_peers("cuda")
 
 
-def test_modules_are_found_without_importing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_modules_are_found_without_importing(tmp_path, monkeypatch):
     package = tmp_path / "some_kernels"
     (package / "inner").mkdir(parents=True)
     (package / "__init__.py").write_text("raise ImportError('no GPU')")
@@ -397,16 +329,6 @@ def test_modules_are_found_without_importing(
 
 @pytest.mark.parametrize("page", [None, 16])
 def test_the_automatic_choice_is_called_without_its_name(page: int | None) -> None:
-    called = []
-
-    class Record(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, op: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            if op.namespace == "fastattn":
-                called.append(op._overloadname)
-            return op(*args, **kwargs or {})
-
     workload = padded_workload("tiny", 2, 2, 32, 16, ("cpu",), M=1, page=page)
     inputs = workload.make(CPU, torch.float32, torch.Generator())
     spec = all_specs()["attention"]
@@ -414,14 +336,13 @@ def test_the_automatic_choice_is_called_without_its_name(page: int | None) -> No
         spec.function(**inputs)
     for each in implementations.fastattn_backends(spec, "cpu"):
         forward = each.build(Task("attention", workload, CPU, torch.float32, inputs))
-        called.clear()
-        with torch.no_grad(), Record():
+        with torch.no_grad(), CallRecorder() as recorder:
             forward(inputs)
+        called = [op._overloadname for op, _, _ in recorder.calls]
         assert called == ["default" if each.backend == choices[0].chosen else "backend"]
 
 
 def test_peers_refuse_what_they_cannot_do() -> None:
-    """With a reason that follows their name, before their package is imported."""
     options: list[dict[str, Any]] = [
         {}, {"causal": True}, {"causal": True, "window": 8}, {"mask": "bool BMN"},
         {"mask": "float HMN"}, {"padded": "both"}, {"dropout_p": 0.1}, {"K": 2},
@@ -457,14 +378,11 @@ def test_a_candidate_ends_at_the_time_limit() -> None:
 
 @pytest.mark.slow
 def test_failing_candidates_do_not_affect_others(tmp_path: Path) -> None:
-    """Wrong, crashing, hanging, raising, absent candidates get a row; the good ones are timed."""
-    path = tmp_path / "misbehaving.py"
-    path.write_text(PEERS)
     names = ("dies", "fastattn-reference", "wrong", "wrong_gradient", "raises", "hangs", "absent",
              "refuses", "right")  # fmt: skip
     wanted = tuple((name, direction) for name in names for direction in ("fwd", "bwd"))
     group = Group("layer_norm", "64x512", "fp32", "cpu", wanted)
-    settings = Settings("cpu", threads=1, plan=TINY, stage_seconds=5.0, peer_files=(path,))
+    settings = Settings("cpu", threads=1, plan=TINY, stage_seconds=5.0, peer_files=(PEERS,))
     with Runner(settings, tmp_path / "worker.log") as runner:
         runner.ceilings["fp32"] = {"flops_per_s": 1e12, "bytes_per_s": 1e11}
         found = {(r["impl"], r["direction"]): r for batch in runner.run(group) for r in batch}
@@ -553,9 +471,7 @@ def test_busy_share(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_candidates_that_keep_ending_workers_are_skipped(tmp_path: Path) -> None:
-    path = tmp_path / "misbehaving.py"
-    path.write_text(PEERS)
-    settings = Settings("cpu", threads=1, plan=TINY, peer_files=(path,))
+    settings = Settings("cpu", threads=1, plan=TINY, peer_files=(PEERS,))
     found = []
     with Runner(settings, tmp_path / "worker.log") as runner:
         runner.ceilings["fp32"] = {}
@@ -567,15 +483,11 @@ def test_candidates_that_keep_ending_workers_are_skipped(tmp_path: Path) -> None
     assert found[2]["message"] == "ended 2 workers before"
 
 
-def test_command_writes_rows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_writes_rows(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(run, "busy_share", lambda: 0.75)
-    path = tmp_path / "misbehaving.py"
-    path.write_text(PEERS)
     status = run.main(
         ["--device", "cpu", "--out", str(tmp_path / "out"), "--quick", "--op", "layer_norm",
-         "--threads", "1", "--dtype", "fp32", "--peer", str(path),
+         "--threads", "1", "--dtype", "fp32", "--peer", str(PEERS),
          "--match", "fwd-2048x512.*-(wrong|right|fastattn-cpu)$"]
     )  # fmt: skip
     text, warnings = capsys.readouterr()
@@ -593,12 +505,10 @@ def test_command_writes_rows(
 
 @pytest.mark.slow
 def test_pytest_benchmark_has_the_rows(tmp_path: Path) -> None:
-    path = tmp_path / "misbehaving.py"
-    path.write_text(PEERS)
     out = tmp_path / "benchmark.json"
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "benchmarks", "--quick", "-q", "-p",
-         "no:xdist", "-p", "no:cacheprovider", "--device", "cpu", "--peer", str(path), "-k",
+         "no:xdist", "-p", "no:cacheprovider", "--device", "cpu", "--peer", str(PEERS), "-k",
          "layer_norm-fwd-2048x512-fp32 and (eager or wrong or right) and not add_layer_norm",
          f"--benchmark-json={out}"],
         cwd=ROOT, capture_output=True, text=True, env=environment(),
@@ -689,9 +599,5 @@ def test_the_gpu_part_needs_only_torch(tmp_path: Path) -> None:
         raise SystemExit(run.main(["--device", "cuda", "--quick", "--list"]))
     """)
     )
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True,
-        env=environment(PYTHONPATH=str(ROOT)),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "attention-fwd-b8_h16_s2048_d128-bf16-sdpa-cudnn" in done.stdout.splitlines()
+    shown = python_output(script, env=environment(PYTHONPATH=str(ROOT)))
+    assert "attention-fwd-b8_h16_s2048_d128-bf16-sdpa-cudnn" in shown.splitlines()

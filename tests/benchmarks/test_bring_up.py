@@ -77,9 +77,7 @@ def _wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
     return condition()
 
 
-def test_a_stage_that_fails_does_not_stop_the_others(
-    tmp_path: Path, stages: Callable[..., None]
-) -> None:
+def test_a_stage_that_fails_does_not_stop_the_others(tmp_path, stages):
     behaviours = ("refuses", "crashes", "fails", "hangs", "has_wrong_options")
     stages(**dict(zip(bring_up.STAGES, behaviours, strict=False)))
     assert _main(tmp_path, "--budget=tune=1") == 1
@@ -112,7 +110,6 @@ def test_limits(tmp_path: Path, stages: Callable[..., None]) -> None:
 
 
 def test_a_stage_that_left_cases_out_is_unfinished(tmp_path: Path) -> None:
-    """Until a run reaches them; the record never reaches all."""
     file = tmp_path / "instances.jsonl"
 
     def outcome(code: int, *found: tuple[str, str]) -> tuple[str, str]:
@@ -142,9 +139,7 @@ sys.exit(test_bring_up.bring_up.main(["--device=cpu", "--out", {out!r}, "--stage
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_ends_the_stage_and_says_how_to_continue(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+def test_an_interrupt_ends_the_stage_and_says_how_to_continue(tmp_path, number):
     folders = [str(Path(__file__).parent), str(rows.ROOT / "tests" / "support")]
     code = INTERRUPTED.format(folders=folders, out=str(tmp_path))
     process = subprocess.Popen(
@@ -206,9 +201,7 @@ def test_rows_that_count(tmp_path: Path) -> None:
     assert lines.current(tmp_path / "tune.jsonl") == []
 
 
-def test_the_report(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_report(tmp_path, monkeypatch, capsys):
     failed = _row(backend="sm90", instance="attention_fwd_sm90_bf16_d64_full", status="FAIL")
     lines.append(tmp_path / "instances.jsonl", [failed | {"message": "was still\nrunning"}])
     task = _row(task={"op": "layer_norm", "rows": 8}, config={"ROWS": 4}, status="wrong")

@@ -46,7 +46,6 @@ def test_backends_of_sdpa() -> None:
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="of torch 2.13")
 def test_reproductions() -> None:
-    """The failures that the page lists; PyTorch's math backend has none of them."""
     flash, math = pytorch_cpu.SDPBackend.FLASH_ATTENTION, pytorch_cpu.SDPBackend.MATH
     for scale in (0.0, -0.25):
         assert pytorch_cpu.causal_with_scale(scale, flash) == float("inf")

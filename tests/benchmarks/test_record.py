@@ -7,7 +7,6 @@ import json
 import lzma
 import os
 import shutil
-import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from subprocesses import environment
+from subprocesses import environment, python_output
 
 from benchmarks import cases, op_benchmark, record, rows
 from benchmarks.cases import Group
@@ -31,6 +30,7 @@ from fastattn.testing import lines
 from fastattn.testing.spec import Workload
 
 CPU = torch.device("cpu")
+PEERS = rows.ROOT / "tests/support/failing_peers.py"
 PADDED = ("b16_h16_s1024_d64", "b16_h16_s2048_d128", "b8_h16_s4096_d64")
 STEPS = ("d512_h8_b64_s512", "d1024_h16_b16_s2048_padded")
 CELLS = (  # part, op, workload, some of the candidates
@@ -204,49 +204,22 @@ def test_another_library_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         pytest.skip("the CPU library is not built")
     shutil.copyfile(LIBRARY, other := tmp_path / LIBRARY.name)
     script = "from fastattn.ops import _native; assert _native.unavailable('cpu') is None"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{script}; print(open('/proc/self/maps').read())"],
-        cwd=rows.ROOT, env=environment(**{_env.LIBRARY_VARIABLE: str(other)}),
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert str(other) in done.stdout and str(LIBRARY) not in done.stdout
-
-
-PEERS = """
-import time
-
-import torch.nn.functional as F
-
-from benchmarks.implementations import Implementation
-
-
-def right(inputs):
-    x = inputs["x"]
-    return F.layer_norm(x, x.shape[-1:], inputs["weight"], inputs["bias"], inputs["eps"])
-
-
-PEERS = [
-    Implementation("right", ("layer_norm",), lambda task: right),
-    Implementation("hangs", ("layer_norm",), lambda task: lambda inputs: time.sleep(1000)),
-    Implementation("absent", ("layer_norm",), lambda task: right, unavailable=lambda: "is absent"),
-]
-"""
+    env = environment(**{_env.LIBRARY_VARIABLE: str(other)})
+    script += "; print(open('/proc/self/maps').read())"
+    maps = python_output("-c", script, env=env, cwd=rows.ROOT)
+    assert str(other) in maps and str(LIBRARY) not in maps
 
 
 @pytest.mark.slow
-def test_rehearsal_on_a_cpu(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rehearsal_on_a_cpu(tmp_path, capsys, monkeypatch):
     """A build beside the package's, a peer that hangs and an absent one; then again, continued."""
     if not LIBRARY.is_file():
         pytest.skip("the CPU library is not built")
     monkeypatch.setattr(record, "_HUNG_SECONDS", 8.0)
-    (peers := tmp_path / "peers.py").write_text(PEERS)
     shutil.copyfile(LIBRARY, other := tmp_path / LIBRARY.name)
     out = tmp_path / "out"
     command = ["--device=cpu", "--quick", "--op=layer_norm", "--dtype=fp32", "--threads=1",
-               "--match=-fwd-.*(fastattn-cpu|right|hangs)$", f"--peer={peers}", f"--out={out}",
+               "--match=-fwd-.*(fastattn-cpu|right|hangs)$", f"--peer={PEERS}", f"--out={out}",
                f"--build=copy={other}", "--resume", "--seconds=300"]  # fmt: skip
     assert record.main(command) == 0
     found = {row["impl"]: row for row in rows.read_all(out / "results.jsonl")}

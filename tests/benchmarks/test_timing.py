@@ -47,9 +47,7 @@ def test_candidates_alternate() -> None:
     assert set(rounds[: a.launches]) == {"a0", "a1"} and set(rounds[a.launches :]) == {"b0"}
 
 
-def test_one_thread_is_timed_by_the_cpu_time_of_the_process_that_computes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_thread_is_timed_by_the_cpu_time_of_the_process_that_computes(monkeypatch):
     """Time that a call waits does not count; `pid` names another process."""
 
     def wait() -> None:
@@ -95,9 +93,7 @@ class FakeClock:
         self.now += seconds
 
 
-def test_rounds_are_long_enough_and_slow_candidates_get_fewer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rounds_are_long_enough_and_slow_candidates_get_fewer(monkeypatch):
     clock = FakeClock()
     monkeypatch.setattr(timing, "time", clock)
     plan = Plan(round_ms=2.0, rounds=20, min_rounds=3, budget_ms=500.0)
@@ -120,9 +116,7 @@ def test_rounds_are_long_enough_and_slow_candidates_get_fewer(
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_idle_threads_of_another_process_sleep_before_each_round(
-    threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_idle_threads_of_another_process_sleep_before_each_round(threads, monkeypatch):
     clock = FakeClock()
     monkeypatch.setattr(timing, "time", clock)
     monkeypatch.setattr(timing.torch, "get_num_threads", lambda: threads)
@@ -258,7 +252,6 @@ def test_a_lost_gpu_names_the_candidate(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_results_live_until_their_copy_is_reused() -> None:
-    """So results rotate through memory like the inputs."""
     alive: list[int] = []
     results: list[weakref.ref[torch.Tensor]] = []
 
@@ -286,7 +279,6 @@ def test_peak_memory_counts_live_tensors() -> None:
 
 
 def test_clocks_and_power_from_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the management library nvidia-smi is used, without both nothing."""
     timing._management_library.cache_clear()
     timing._command_answers.cache_clear()
     monkeypatch.setattr(timing, "_management_library", lambda: None)

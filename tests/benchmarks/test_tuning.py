@@ -3,8 +3,6 @@
 # ruff: noqa: E402  (where Triton is missing, none of the kernels can be imported)
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from subprocesses import environment
+from subprocesses import environment, python_output
 
 triton = pytest.importorskip("triton")
 
@@ -23,7 +21,7 @@ from benchmarks.rows import ROOT
 from benchmarks.tune_task import FEATURES, NORMS, Task, compile_kernels
 from fastattn.ops import _env
 from fastattn.ops.attention.triton.bwd_config import bwd_config
-from fastattn.ops.attention.triton.fwd_config import Features, ForwardConfig, forward_config
+from fastattn.ops.attention.triton.fwd_config import Features, forward_config
 from fastattn.ops.attention.triton.tiles import split_width
 from fastattn.testing import lines
 
@@ -54,11 +52,7 @@ for task in tasks:
 
 @pytest.mark.slow
 def test_tuning_of_norms_and_ffn_times_only_correct_candidates() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", TUNING], capture_output=True, text=True, cwd=ROOT,
-        env=environment(TRITON_INTERPRET="1"),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    python_output("-c", TUNING, cwd=ROOT, env=environment(TRITON_INTERPRET="1"))
 
 
 def test_tuning_starts_from_what_ships() -> None:
@@ -150,9 +144,7 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], m
 
 
 @pytest.mark.parametrize("status", ["ok", "wrong"])
-def test_tuning_without_a_correct_candidate_fails(
-    status: str, tmp_path: Path, tuned: tuple[list[str], mock.Mock]
-) -> None:
+def test_tuning_without_a_correct_candidate_fails(status, tmp_path, tuned):
     arguments, gpu = tuned
     gpu.measure.side_effect = lambda *job: _measured(status)
     assert tune.main(arguments) == (0 if status == "ok" else 1)
@@ -184,18 +176,9 @@ def test_tuning_continues_where_it_was_interrupted(
     assert tune.main([*arguments, "--resume"]) == 0 and gpu.measure.call_count == 5
 
 
-def test_nothing_is_tuned_without_a_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_tuned_without_a_gpu(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     arguments = ["--op", "layer_norm", "--direction", "fwd", "bwd", "--out", str(tmp_path)]
     assert tune.main(arguments) == 3
     assert "nothing was tuned: there is no CUDA GPU" in capsys.readouterr().err
     assert json.loads((tmp_path / "tune.jsonl").read_text())["status"] == "refused"
-
-
-def test_configs_are_frozen() -> None:
-    config = ForwardConfig(64, 32, 4, 1)
-    assert replace(config, stages=2) != config
-    with pytest.raises(AttributeError):
-        config.stages = 2  # type: ignore[misc]

@@ -199,22 +199,25 @@ def open_run(run: Path) -> RunFiles:
 
 
 def extend_run(run: Path, files: RunFiles, steps: int) -> RunFiles:
-    """Raise the number of updates of a run, finished or not, and return its new files. The
-    schedules of the updates to come are those of a run of so many.
+    """Raise the number of updates of a run, finished or not, and return its new files.
+
+    Updates already done keep the schedule that they were planned with.
     """
     training = files.training
     if steps < training.steps:
         raise ValueError(f"steps must be at least the run's {training.steps:,}, got {steps:,}")
     if steps == training.steps:
         return files
+    done = 0
     if saved := checkpoint_steps(run):
         state = read_state(checkpoint_folder(run, saved[-1]))
+        done = state.step
         if out_of_patience(state, training):
             raise ValueError(
-                f"steps cannot be raised for a run that stopped at update {state.step:,} after "
+                f"steps cannot be raised for a run that stopped at update {done:,} after "
                 f"{training.patience} validations without a lower loss, got {steps:,}"
             )
-    training = replace(training, steps=steps)
+    training = training.extended(done, steps)
     write_atomically(run / "training.json", training.to_json())
     return replace(files, training=training)
 

@@ -4,7 +4,8 @@
 update minimises `batch_loss`: cross-entropy under teacher forcing, replaced or extended by the
 options. With a run folder it writes `metrics.jsonl` and checkpoints and can resume: the data order
 is a function of seed and epoch, and a checkpoint holds the generators' state, so on a CPU a run, or
-a resumed run, is reproducible bit for bit.
+a resumed run, is reproducible bit for bit. That includes a run that was extended: the configuration
+records each extension.
 """
 
 from __future__ import annotations
@@ -87,6 +88,9 @@ class TrainingConfig:
         sequence_steps: number of last updates that reward sampled translations by their BLEU.
         sequence_weight: weight of that loss in these updates; the rest is cross-entropy.
         packed: run layers and head only on real tokens: the same losses, faster.
+        extensions: for each time that `steps` was raised, the updates done until then and the
+            `steps` that they were planned for. All schedules of these updates go by the latter,
+            of later ones by `steps`.
     """
 
     steps: int = 10_000
@@ -114,6 +118,7 @@ class TrainingConfig:
     sequence_steps: int = 0
     sequence_weight: float = 0.9
     packed: bool = False
+    extensions: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         for names, wanted, fits in _OPTIONS:
@@ -122,6 +127,27 @@ class TrainingConfig:
                     raise ValueError(f"{name} must {wanted}, got {value!r}")
         if self.packed and self.guided_attention > 0.0:
             raise ValueError("packed must be False with guided_attention, which needs weights")
+        last = (0, 0)
+        for done, planned in self.extensions:
+            if not (last[0] < done <= planned and last[1] < planned < self.steps):
+                raise ValueError(
+                    "extensions must be ascending pairs of updates done and steps planned, below "
+                    f"steps {self.steps}, got {self.extensions}"
+                )
+            last = (done, planned)
+
+    def extended(self, done: int, steps: int) -> TrainingConfig:
+        """Return the configuration for `steps` updates of a run that has done `done`. An earlier
+        extension counts up to there: the run may have been interrupted before its next checkpoint.
+        """
+        extensions = tuple(earlier for earlier in self.extensions if earlier[0] < done)
+        if done:
+            extensions += ((done, self.planned_steps(done)),)
+        return replace(self, steps=steps, extensions=extensions)
+
+    def planned_steps(self, step: int) -> int:
+        """Return the total number of updates that the schedules of update `step` go by."""
+        return next((planned for done, planned in self.extensions if step <= done), self.steps)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2)
@@ -129,13 +155,13 @@ class TrainingConfig:
     @classmethod
     def from_json(cls, text: str) -> TrainingConfig:
         values: dict[str, Any] = json.loads(text)
-        values.pop("extensions", None)  # of runs that earlier versions started
         known = {field.name for field in fields(cls)}
         if unknown := sorted(values.keys() - known):
             raise ValueError(
                 f"training configuration keys must be in {sorted(known)}, got {unknown}"
             )
         values["betas"] = tuple(values["betas"])
+        values["extensions"] = tuple(map(tuple, values.get("extensions", ())))
         return cls(**values)
 
 
@@ -230,7 +256,7 @@ def train(
             learning_rate = config.learning_rate * warmup_cosine(
                 step - 1,
                 warmup_steps=config.warmup_steps,
-                total_steps=config.steps,
+                total_steps=config.planned_steps(step),
                 cycles=config.cycles,
             )
             moved = [batch.to(device) for batch, _ in batches]
@@ -239,7 +265,7 @@ def train(
             state = replace(state, step=step, position=position, tokens=state.tokens + tokens)
             curve.add(step, loss, norm, learning_rate, tokens)
             validate = bool(valid_examples) and (
-                step % config.valid_every == 0 or step == config.steps
+                step % config.valid_every == 0 or step == config.planned_steps(step)
             )
             save = run is not None and (step % config.checkpoint_every == 0 or step == last_step)
             read = step % config.log_every == 0 or step == last_step
@@ -469,7 +495,7 @@ def batch_loss(
     ranks: Ranks = ONE_PROCESS,
 ) -> Tensor:
     """Return the loss of update `step`, counted from 1; on a mesh this rank's part of it."""
-    rewarded_from = config.steps - config.sequence_steps
+    rewarded_from = config.planned_steps(step) - config.sequence_steps
     weight = config.sequence_weight if step > rewarded_from else 0.0
     inputs = decoder_inputs(model, batch, config, step)
     loss = cross_entropy(model, replace(batch, target_in=inputs), config, ranks)
@@ -490,7 +516,7 @@ def decoder_inputs(
         return batch.target_in
     share = truth_share(
         step - 1,
-        total_steps=config.steps,
+        total_steps=config.planned_steps(step),
         decay=config.sampling_decay,
         floor=config.truth_floor,
     )

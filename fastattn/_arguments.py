@@ -71,7 +71,7 @@ def overrides_functions(x: Tensor) -> bool:
     if kind is Tensor or kind is torch.nn.Parameter:
         return False
     function = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
-    return function not in _DEFAULT_FUNCTIONS
+    return all(function is not default for default in _DEFAULT_FUNCTIONS)
 
 
 def check_float(name: str, x: Any) -> None:

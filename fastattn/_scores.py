@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from fastattn._arguments import check_device, check_float, check_number, sizes
-from fastattn.ops.attention.op import CausalKind
+from fastattn.ops.attention.op import CAUSAL
 
 RelativeBuckets = Literal["t5", "t5_causal", "clipped"]
 
 
 def distances(causal: int, M: int, N: int, device: torch.device) -> Tensor:
     """The distance of each entry of the op's distance_bias, int64 [M + N - 1]."""
-    last = (N if causal >= CausalKind.BOTTOM_RIGHT else M) - 1
+    last = (N if causal >= CAUSAL["bottom_right"] else M) - 1
     return torch.arange(max(M + N - 1, 0), device=device) - last
 
 

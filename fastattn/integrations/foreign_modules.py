@@ -19,7 +19,7 @@ import re
 import textwrap
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -379,13 +379,11 @@ _ANY = {
 }
 
 
-class _Norm(NamedTuple):
+class _Norm:
     """The attributes of a module that the functions of `fastattn.nn.norm` read."""
 
-    normalized_shape: tuple[int, ...]
-    weight: Tensor | None
-    bias: Tensor | None
-    eps: Any
+    def __init__(self, shape: Any, weight: Tensor | None, bias: Tensor | None, eps: Any) -> None:
+        self.normalized_shape, self.weight, self.bias, self.eps = shape, weight, bias, eps
 
 
 def _wrapped(kind: Any, published: str) -> Forward:

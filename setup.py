@@ -334,7 +334,8 @@ def tokens(source: str) -> list[str]:
 
 def digest_of(library: Library, csrc: Path = CSRC, trials: Sequence[str] = ()) -> str:
     """A digest of the sources of a GPU library and the headers of csrc that they include, without
-    comments and white space, and of nvcc's options. Records of verified kernels apply to it.
+    comments and white space, and of nvcc's options. Records of verified kernels apply to it, those
+    without a digest to no trial.
     """
     left = sources(library, csrc)
     code: dict[Path, list[str]] = {}
@@ -346,7 +347,8 @@ def digest_of(library: Library, csrc: Path = CSRC, trials: Sequence[str] = ()) -
             text = "\n".join(code[path])
             left += [csrc / name for name in re.findall(r'^#\ninclude\n"(.*)"$', text, re.M)]
     named = sorted((path.relative_to(csrc).as_posix(), found) for path, found in code.items())
-    return hashlib.sha256(json.dumps([options, named]).encode()).hexdigest()[:16]
+    found = hashlib.sha256(json.dumps([options, named]).encode()).hexdigest()[:16]
+    return f"trial_{found}" if trials else found
 
 
 def check_possible(library: Library, tools: Tools, csrc: Path = CSRC) -> None:

@@ -188,6 +188,16 @@ def test_the_digest_is_of_sources_and_launchers(package, file, before, after, ch
     assert (digest("sm90") != first) == changes
 
 
+@pytest.mark.parametrize("trial", [False, True])
+def test_records_without_a_digest_apply_to_no_trial(package, record, trial):
+    library = package / "_C_sm90.abi3.so"
+    content = library.read_bytes()
+    library.write_bytes(content.replace(b"0a1b", b"trial_0a1b") if trial else content)
+    record("ffn", "sm90", digest=None)
+    passed, _ = _verified.recorded(_on_cuda()[0].device)
+    assert bool(passed) is not trial
+
+
 def test_the_digest_names_the_version_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     digest, versions = _verified.digest.__wrapped__, _env.versions()
     first = digest("triton")

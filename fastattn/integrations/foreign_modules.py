@@ -17,6 +17,7 @@ import inspect
 import math
 import re
 import textwrap
+import tokenize
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -450,14 +451,14 @@ for _published in (f"def forward(self, x): return {result}" for result in _RESUL
 def _with_attention(kind: Any) -> Forward:
     original, answered = kind.forward, None
     values = map(original.__globals__.get, original.__code__.co_names)
-    others = [f for f in (*_methods(kind), *values) if isinstance(f, types.FunctionType)]
+    others = [f for f in (*_methods(kind), *values) if type(f) is types.FunctionType]
     used = (names(f.__code__) for f in others if f is not original)
     if not any("scaled_dot_product_attention" in each for each in used):
         tree = _tree(original)
         answered = None if tree is None else answering(original, tree)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if answered is not None and kind.forward is original and answered.is_valid():
+        if answered is not None and answered.is_valid(kind.forward):
             return answered.function(self, *args, **kwargs)
         with ATTENTION_MODE:
             return kind.forward(self, *args, **kwargs)
@@ -469,8 +470,8 @@ def _methods(kind: Any) -> Iterator[types.FunctionType]:
     """The functions of a module's class, without their decorators."""
     for base in kind.__mro__:
         for method in () if base.__module__.startswith("torch.") else vars(base).values():
-            method = getattr(method, "__func__", getattr(method, "fget", method))
-            function = inspect.unwrap(method)
+            found: Any = method.fget if type(method) is property else method
+            function = inspect.unwrap(getattr(found, "__func__", found))
             if isinstance(function, types.FunctionType):
                 yield function
 
@@ -604,6 +605,6 @@ def _tree(function: types.FunctionType) -> ast.stmt | None:
     try:
         lines = inspect.getsource(function.__code__)
         (tree,) = ast.parse(textwrap.dedent(lines)).body
-    except (OSError, TypeError, SyntaxError, ValueError):  # code without its source
-        return None
+    except (OSError, TypeError, SyntaxError, ValueError, tokenize.TokenError):
+        return None  # code without its source
     return tree

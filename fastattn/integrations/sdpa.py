@@ -162,54 +162,73 @@ ATTENTION_MODE = AttentionMode()
 
 class Answering(NamedTuple):
     """A function in which `attention` answers the calls of scaled_dot_product_attention without a
-    mode, which adds 5 us (AMD EPYC, one thread) to every call of torch. It may run while all names
-    in `found`, (namespace, name, value), have these values.
+    mode, which adds 5 us (AMD EPYC, one thread) to every call of torch. It may run in place of
+    `original` while `is_valid`: all names in `found`, (namespace, name, value), have these values.
     """
 
-    function: types.FunctionType
+    function: Any
+    original: Any
+    code: types.CodeType
     found: list[tuple[dict[str, Any], str, Any]]
 
-    def is_valid(self) -> bool:
+    def is_valid(self, current: Any) -> bool:
+        """current: the method that would run."""
         if torch.compiler.is_compiling():  # there the mode takes no time
             return False
         for namespace, name, value in self.found:
             if namespace.get(name) is not value:
                 return False
-        return True
+        made, original = self.function, self.original
+        return (
+            current is original
+            and original.__code__ is self.code
+            and original.__defaults__ is made.__defaults__
+            and original.__kwdefaults__ is made.__kwdefaults__
+        )
 
 
-def answering(function: types.FunctionType, tree: ast.AST) -> Answering | None:
+# Within these, names or modes may change before the call.
+_CHANGES = (ast.With, ast.AsyncWith, ast.Global, ast.Nonlocal, ast.Yield, ast.YieldFrom, ast.Await)
+
+
+def answering(function: types.FunctionType, tree: ast.stmt) -> Answering | None:
     """The function with another name for scaled_dot_product_attention in its code.
 
     tree: its source. None if this does anything but call it, or finds it elsewhere than in its
-    globals or in torch.nn.functional, by the names of modules.
+    globals or in torch.nn.functional, by the names of modules, or is not that of the code.
     """
     code, namespace = function.__code__, function.__globals__
-    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    compiled = compile(ast.Module([tree], []), code.co_filename, "exec").co_consts
+    if not any(
+        isinstance(const, types.CodeType)
+        and (const.co_names, const.co_varnames) == (code.co_names, code.co_varnames)
+        for const in compiled
+    ):
+        return None
+    nodes = list(ast.walk(tree))
+    called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
     nested = [const for const in code.co_consts if isinstance(const, types.CodeType)]
     found: list[tuple[dict[str, Any], str, Any]] = [(vars(F), _SDPA, _sdpa)]
-    for node in ast.walk(tree):
-        if _SDPA not in (getattr(node, "attr", None), getattr(node, "id", None)):
+    for node in nodes:
+        if isinstance(node, _CHANGES):
+            return None
+        if _SDPA not in (getattr(node, each, None) for each in ("attr", "id", "name", "asname")):
             continue
         root, *path = ast.unparse(node).split(".")
-        if id(node) not in called or root in (
-            *code.co_varnames,
-            *code.co_cellvars,
-            *code.co_freevars,
-        ):
+        if id(node) not in called or root in (*code.co_varnames, *code.co_cellvars):
             return None
         place: Any = namespace
         for name in (root, *path):
-            value = place.get(name) if isinstance(place, dict) else None
+            value = place.get(name) if type(place) is dict else None
             found.append((place, name, value))
-            place = vars(value) if isinstance(value, types.ModuleType) else value
+            place = vars(value) if type(value) is types.ModuleType else value
         if place is not _sdpa or (path and found[-1][0] is not vars(F)):
             return None
     if len(found) == 1 or any(_SDPA in names(const) for const in nested):
         return None
-    for place, name, _ in found:
-        if name == _SDPA:
-            place[_ANSWERED] = _answered
+    for place in [place for place, name, _ in found if name == _SDPA]:
+        place[_ANSWERED] = _answered
+        found.append((place, _ANSWERED, _answered))
     renamed = tuple(_ANSWERED if name == _SDPA else name for name in code.co_names)
     made = types.FunctionType(
         code.replace(co_names=renamed),
@@ -219,7 +238,7 @@ def answering(function: types.FunctionType, tree: ast.AST) -> Answering | None:
         function.__closure__,
     )
     made.__kwdefaults__ = function.__kwdefaults__
-    return Answering(made, found)
+    return Answering(made, function, code, found)
 
 
 def _answered(*args: Any, **kwargs: Any) -> Any:
@@ -234,11 +253,14 @@ def _attention_of_sdpa(
     attn_mask: Any = None,
     dropout_p: Any = 0.0,
     is_causal: Any = False,
-    *,
+    *surplus: Any,
     scale: Any = None,
     enable_gqa: Any = False,
+    **unknown: Any,
 ) -> Any:
     """None for a call that `attention` does not cover, which may also be an invalid one."""
+    if surplus or unknown or type(is_causal) is not bool or type(enable_gqa) is not bool:
+        return None
     if (
         attn_mask is scale is None
         and type(dropout_p) is float

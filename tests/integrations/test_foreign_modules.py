@@ -322,7 +322,7 @@ def test_how_sdpa_is_found(returned: str, tmp_path: Any) -> None:
     torch.testing.assert_close(module(q, calls), expected, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("place", [F, "globals", "forward"])
+@pytest.mark.parametrize("place", [F, "globals", "forward", "code"])
 def test_what_is_replaced_afterwards_runs(
     place: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -332,6 +332,8 @@ def test_what_is_replaced_afterwards_runs(
     fastattn.patch(module, quiet=True)
     if place == "forward":
         kind.forward = lambda self, q, calls: q
+    elif place == "code":
+        kind.forward.__code__ = (lambda self, q, calls: q).__code__
     elif place == "globals":
         kind.forward.__globals__["F"] = own
     else:
@@ -410,6 +412,8 @@ def test_what_differs_stays() -> None:
         {"attn_mask": causal_lower_right(7, 9), **dict.fromkeys(("key", "value"), KEYS)},
         {"attn_mask": causal_lower_right(7, 7), "is_causal": True},
         {"dropout_p": 2.0},
+        {"is_causal": 1},
+        {"other": None},
         {"query": torch.randn(2, 6, 7, 8)},  # grouped heads without enable_gqa
         {"value": torch.randn(2, 3, 7, 8).bfloat16()},
     ],

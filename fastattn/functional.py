@@ -442,8 +442,10 @@ def attention_call(
     dropout_stream: int = 0,
     processes: int = 1,
 ) -> ForwardCall:
-    """The op's arguments for checked arguments of `attention` over padded sequences. Each of the
-    processes has as many of the queries and keys, all rows of its mask, and all keys in its mask.
+    """The op's arguments for arguments of `attention` over padded sequences, which are checked.
+
+    processes: between how many the sequences are divided. q, k, v are this process's queries and
+    keys, and mask has these queries and the keys of all processes.
     """
     if (plain := plain_sizes(q, k, v)) is not None:
         (B, H, rows, D), keys = plain, k.shape[2]

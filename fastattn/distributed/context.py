@@ -6,7 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
+from typing_extensions import Unpack
 
+from fastattn._options import PaddedOptions, refuse_unknown
 from fastattn.distributed.all_to_all import gather_rows, to_heads, to_sequence
 from fastattn.distributed.blocks import DROPOUT_TILE, Call, Inputs
 from fastattn.distributed.ring import Ring, RingAttention
@@ -26,7 +28,7 @@ def context_parallel_attention(
     key_balanced: bool | None = None,
     group: dist.ProcessGroup | None = None,
     return_lse: bool = False,
-    **options: Any,
+    **options: Unpack[PaddedOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`attention` of sequences that are divided between the P processes of `group`, for this
     process's queries. Every process calls with the same options, shapes and `requires_grad`.
@@ -74,9 +76,12 @@ def context_parallel_attention(
     """
     if method not in ("ring", "all_to_all"):
         raise ValueError(f'method must be "ring" or "all_to_all", got {method!r}')
+    known = PaddedOptions.__optional_keys__ - {"block_table", "backend"}
+    if unknown := {name: x for name, x in options.items() if name not in known}:
+        refuse_unknown(context_parallel_attention, unknown)
     P, rank = place(group)
     key_balanced = balanced if key_balanced is None else key_balanced
-    whole = attention_call(q, k, v, **options, processes=P)
+    whole = attention_call(q, k, v, **options, processes=P)  # type: ignore[misc]
     q, k, v, mask = whole[:4]
     inputs = q, k, v, mask, whole.distance_bias, whole.sinks
     in_tiles = whole.dropout_seed is not None and method == "ring"

@@ -376,14 +376,18 @@ def project(
         return found
     heads = module.num_heads, module.head_dim
     sizes = [count * heads[0] * heads[1] for _, _, count in parts]
-    weights: Any = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
     if packed:  # one autograd node for the gradients, where slices would add padded ones
-        weights = attribute(module, "in_proj_weight").split(sizes)
+        weights: Any = attribute(module, "in_proj_weight").split_with_sizes(sizes)
+    else:
+        weights = module.q_proj_weight, module.k_proj_weight, module.v_proj_weight
     bias: Tensor | None = attribute(module, "in_proj_bias")
-    biases = (None,) * 3 if bias is None else bias.split(sizes)
+    biases = (None,) * 3 if bias is None else bias.split_with_sizes(sizes)
     for (x, _, count), weight, part_bias in zip(parts, weights, biases, strict=False):
         y = linear(x, weight, part_bias, checked=checked)
-        found += _as_heads(module, y.view(*y.shape[:-1], count, *heads))
+        if count == 1:
+            found += (_heads(module, y.view(*y.shape[:-1], *heads)),)
+        else:
+            found += _as_heads(module, y.view(*y.shape[:-1], count, *heads))
     return found
 
 

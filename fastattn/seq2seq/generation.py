@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -418,9 +418,39 @@ class Translator:
     tokenizer: Tokenizer
     programs: Programs = field(default_factory=Programs, repr=False, compare=False)
 
-    def translate(self, texts: Sequence[str], **options: Any) -> list[str]:
-        """Translate sentences; options: those of `search`."""
-        return [result.text for result in self.search(texts, **options)]
+    def translate(
+        self,
+        texts: Sequence[str],
+        *,
+        max_length: int | None = None,
+        batch_size: int = 64,
+        strategy: Strategy = GREEDY,
+        use_cache: bool | None = None,
+        page_size: int | None = None,
+        pages: int | None = None,
+        notify: Callable[[int], None] = lambda _: None,
+    ) -> list[str]:
+        """Translate sentences, in batches of similar length; `notify` receives the count so far.
+
+        A translation has at most `max_length` tokens, by default twice those of its source plus
+        ten. A source longer than the model allows raises ValueError; an empty one stays empty.
+
+        page_size: 16, 32, 64, 128 or 256 decodes by continuous batching: a sentence that has ended
+        gives its place among the `batch_size` to the next one, and the cache holds keys and values
+        in pages of this many positions. pages: how many, default enough for a batch of the longest
+        sentences; with fewer, sentences wait. Not for beam search.
+        """
+        results = self.search(
+            texts,
+            max_length=max_length,
+            batch_size=batch_size,
+            strategy=strategy,
+            use_cache=use_cache,
+            page_size=page_size,
+            pages=pages,
+            notify=notify,
+        )
+        return [result.text for result in results]
 
     def search(
         self,
@@ -436,17 +466,9 @@ class Translator:
         pages: int | None = None,
         notify: Callable[[int], None] = lambda _: None,
     ) -> list[Translation]:
-        """Translate sentences, in batches of similar length, and return texts, tokens, scores and,
-        on request, attention; `notify` receives the count so far.
-
-        A translation has at most `max_length` tokens, by default twice those of its source plus
-        ten. A source longer than the model allows raises ValueError; an empty one stays empty.
+        """Translate as `translate` does and return tokens, scores and, on request, attention.
 
         prefixes: for each text the words that its translation begins with, or "".
-        page_size: 16, 32, 64, 128 or 256 decodes by continuous batching: a sentence that has ended
-        gives its place among the `batch_size` to the next one, and the cache holds keys and values
-        in pages of this many positions. pages: how many, default enough for a batch of the longest
-        sentences; with fewer, sentences wait. Not for beam search.
         """
         if isinstance(texts, str):
             raise TypeError(f"texts must be a sequence of sentences, got one: {texts[:60]!r}")

@@ -54,24 +54,6 @@ class TrainingInterrupted(Exception):
     """`should_stop` has ended a training that others were to follow."""
 
 
-# Names of numbers and words of a training, what they must do, and whether they do.
-_OPTIONS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
-    ("steps batch_tokens log_every valid_every checkpoint_every accumulate keep",
-     "be an integer of at least 1", lambda x: x >= 1 and x == int(x)),
-    ("warmup_steps patience sequence_steps guided_attention weight_decay", "be at least 0",
-     lambda x: 0 <= x < math.inf),
-    ("guided_width learning_rate", "be above 0", lambda x: 0.0 < x < math.inf),
-    ("clip", "be above 0", lambda x: x > 0.0),  # inf: no clipping
-    ("cycles", "be finite", math.isfinite),
-    ("smoothing", "lie in [0, 1)", lambda x: 0.0 <= x < 1.0),
-    ("betas", "lie in [0, 1)", lambda x: all(0.0 <= beta < 1.0 for beta in x)),
-    ("truth_floor sequence_weight", "lie in [0, 1]", lambda x: 0.0 <= x <= 1.0),
-    ("scheduled_sampling", f"be one of {SCHEDULED_SAMPLING}", SCHEDULED_SAMPLING.__contains__),
-    ("sampling_decay", f"be one of {DECAYS}", DECAYS.__contains__),
-    ("precision", f"be one of {PRECISIONS}", PRECISIONS.__contains__),
-)  # fmt: skip
-
-
 @dataclass(frozen=True)
 class TrainingConfig:
     """How to train.
@@ -121,12 +103,39 @@ class TrainingConfig:
     extensions: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        for names, wanted, fits in _OPTIONS:
-            for name in names.split():
-                if not fits(value := getattr(self, name)):
-                    raise ValueError(f"{name} must {wanted}, got {value!r}")
+        at_least_one = "steps", "batch_tokens", "log_every", "valid_every", "checkpoint_every"
+        for name in (*at_least_one, "accumulate", "keep"):
+            value = getattr(self, name)
+            if value != int(value) or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {value}")
+        not_negative = "warmup_steps", "patience", "sequence_steps", "guided_attention"
+        for name in (*not_negative, "weight_decay"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise ValueError(f"betas must lie in [0, 1), got {self.betas}")
+        if not math.isfinite(self.cycles):
+            raise ValueError(f"cycles must be finite, got {self.cycles}")
+        for name, known in (
+            ("scheduled_sampling", SCHEDULED_SAMPLING),
+            ("sampling_decay", DECAYS),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
+        for name in ("truth_floor", "sequence_weight"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
         if self.packed and self.guided_attention > 0.0:
             raise ValueError("packed must be False with guided_attention, which needs weights")
+        for name in ("guided_width", "learning_rate"):
+            if not 0.0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        if not self.clip > 0.0:  # inf: no clipping
+            raise ValueError(f"clip must be above 0, got {self.clip}")
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"precision must be one of {PRECISIONS}, got {self.precision!r}")
+        if not 0.0 <= self.smoothing < 1.0:
+            raise ValueError(f"smoothing must lie in [0, 1), got {self.smoothing}")
         last = (0, 0)
         for done, planned in self.extensions:
             if not (last[0] < done <= planned and last[1] < planned < self.steps):

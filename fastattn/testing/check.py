@@ -344,8 +344,24 @@ def _finished(
 
 def _progress(
     results: Iterator[tuple[int, list[Row]]], label: str, total: int
+) -> Iterable[tuple[int, list[Row]]]:
+    """The results, with a progress bar on standard error; a line for each tenth of them if that is
+    not a terminal or rich is not installed.
+    """
+    try:
+        from rich.console import Console
+        from rich.progress import track
+    except ImportError:
+        return _progress_lines(results, label, total)
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        return _progress_lines(results, label, total)
+    return track(results, label, total, console=console)
+
+
+def _progress_lines(
+    results: Iterator[tuple[int, list[Row]]], label: str, total: int
 ) -> Iterator[tuple[int, list[Row]]]:
-    """The results, with a line on standard error for each tenth of them."""
     started = time.monotonic()
     for done, result in enumerate(results, 1):
         yield result

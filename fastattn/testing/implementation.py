@@ -131,16 +131,24 @@ def load(name: str) -> Implementation:
     return Implementation(name, found)
 
 
-def dense_mask(q: Tensor, k: Tensor, **restrictions: Any) -> Tensor | None:
+def dense_mask(
+    q: Tensor,
+    k: Tensor,
+    *,
+    mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    query_lengths: Tensor | None = None,
+    causal: Any = False,
+    window: tuple[int, int] | None = None,
+) -> Tensor | None:
     """All restrictions of a call of `fastattn.attention` in one mask, for kernels that take only a
-    mask.
-
-    restrictions: mask, key_lengths, query_lengths, causal and window, as in `attention`.
+    mask. causal=True is "top_left".
 
     Returns bool [B or 1, H or 1, M, N], True = may attend; if `mask` is floating, a mask of its
     dtype with -inf at blocked pairs; None if there is no restriction.
     """
-    call = functional.attention_call(q, k, k, **restrictions)
+    causal = "top_left" if causal is True else causal
+    call = functional.attention_call(q, k, k, mask, key_lengths, query_lengths, causal, window)
     if not is_restricted(call):
         return None
     allowed, mask = allowed_pairs(call), call.mask

@@ -58,7 +58,15 @@ def attention_fwd(*args: Any) -> tuple[Tensor, Tensor]:
         out = F.scaled_dot_product_attention(
             q, k, v, is_causal=is_causal, scale=scale, enable_gqa=H != K
         )
-    _, lse = reference.attention_fwd(*call._replace(q=q, k=k, v=v, mask=mask, scale=scale))
+    changes: dict[str, Any] = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "mask": mask,
+        "mask_tiles": None,
+        "scale": scale,
+    }
+    _, lse = reference.attention_fwd(*call._replace(**changes, dropout_p=0.0))
     return out.to(result), lse
 
 

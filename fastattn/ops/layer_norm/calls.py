@@ -69,27 +69,3 @@ class RmsNormBackwardCall(NamedTuple):
     rstd: Tensor
     eps: float
     needs: Sequence[bool]
-
-
-AnyCall = (
-    LayerNormCall
-    | LayerNormBackwardCall
-    | AddLayerNormCall
-    | AddLayerNormBackwardCall
-    | RmsNormCall
-    | RmsNormBackwardCall
-)
-
-
-def columns(call: AnyCall) -> int:
-    return (call.z if isinstance(call, AddLayerNormBackwardCall) else call.x).shape[-1]
-
-
-def other_dtype(call: AnyCall, known: Sequence[torch.dtype]) -> torch.dtype | None:
-    """The dtype of a row or a parameter that is not among the known ones, if there is one."""
-    of_kernels = ("mean", "rstd", "dropout_seed")
-    for name, x in zip(call._fields, call, strict=True):
-        dtype = x.dtype if isinstance(x, Tensor) else x
-        if isinstance(dtype, torch.dtype) and dtype not in known and name not in of_kernels:
-            return dtype
-    return None

@@ -14,13 +14,10 @@ from fastattn.ops import _env, _native
 from fastattn.ops.layer_norm.calls import (
     AddLayerNormBackwardCall,
     AddLayerNormCall,
-    AnyCall,
     LayerNormBackwardCall,
     LayerNormCall,
     RmsNormBackwardCall,
     RmsNormCall,
-    columns,
-    other_dtype,
 )
 from fastattn.ops.layer_norm.rows import with_one_stride
 
@@ -34,17 +31,39 @@ def unavailable() -> str | None:
 
 
 # -- unsupported calls ----------------------------------------------------------------------------
-def _why_unsupported(call: AnyCall) -> str | None:
-    if dtype := other_dtype(call, _DTYPES):
-        return f"has kernels for fp32, bf16 and fp16, got {dtype}"
-    if columns(call) > _MAX_COLUMNS:
-        return f"handles rows of up to {_MAX_COLUMNS} elements, got {columns(call)}"
+def _why_unsupported(x: Tensor, *others: Tensor | torch.dtype | None) -> str | None:
+    """x: its rows are as long as those of all others."""
+    for other in (x, *others):
+        dtype = other.dtype if isinstance(other, Tensor) else other
+        if dtype is not None and dtype not in _DTYPES:
+            return f"has kernels for fp32, bf16 and fp16, got {dtype}"
+    if x.shape[-1] > _MAX_COLUMNS:
+        return f"handles rows of up to {_MAX_COLUMNS} elements, got {x.shape[-1]}"
     return unavailable()
 
 
-layer_norm_fwd_unsupported = layer_norm_bwd_unsupported = _why_unsupported
-add_layer_norm_fwd_unsupported = add_layer_norm_bwd_unsupported = _why_unsupported
-rms_norm_fwd_unsupported = rms_norm_bwd_unsupported = _why_unsupported
+def layer_norm_fwd_unsupported(call: LayerNormCall) -> str | None:
+    return _why_unsupported(call.x, call.weight, call.bias)
+
+
+def layer_norm_bwd_unsupported(call: LayerNormBackwardCall) -> str | None:
+    return _why_unsupported(call.x, call.weight, call.bias)
+
+
+def add_layer_norm_fwd_unsupported(call: AddLayerNormCall) -> str | None:
+    return _why_unsupported(call.residual, call.x, call.x_bias, call.weight, call.bias)
+
+
+def add_layer_norm_bwd_unsupported(call: AddLayerNormBackwardCall) -> str | None:
+    return _why_unsupported(call.z, call.x_dtype, call.x_bias, call.weight, call.bias)
+
+
+def rms_norm_fwd_unsupported(call: RmsNormCall) -> str | None:
+    return _why_unsupported(call.x, call.weight)
+
+
+def rms_norm_bwd_unsupported(call: RmsNormBackwardCall) -> str | None:
+    return _why_unsupported(call.x, call.weight)
 
 
 # -- any of the three ------------------------------------------------------------------------------

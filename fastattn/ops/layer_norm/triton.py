@@ -5,6 +5,7 @@ strides, the launches are bound once and cached; a call then passes pointers and
 Inputs are copied if their rows are not contiguous or do not have a single stride.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,13 +17,10 @@ from fastattn.ops._triton_launch import DTYPES, BoundLaunch, LaunchCache, too_ol
 from fastattn.ops.layer_norm.calls import (
     AddLayerNormBackwardCall,
     AddLayerNormCall,
-    AnyCall,
     LayerNormBackwardCall,
     LayerNormCall,
     RmsNormBackwardCall,
     RmsNormCall,
-    columns,
-    other_dtype,
 )
 from fastattn.ops.layer_norm.config import (
     ALIGNED,
@@ -81,17 +79,18 @@ def _dtype(x: Tensor | None) -> torch.dtype | None:
     return None if x is None else x.dtype
 
 
-def _why_unsupported(call: AnyCall) -> str | None:
-    if dtype := other_dtype(call, DTYPES):
-        return f"has kernels for float16, bfloat16 and float32, got {dtype}"
-    if columns(call) > _LONGEST_ROW:
-        return f"handles rows of up to {_LONGEST_ROW} elements, got {columns(call)}"
-    return too_old(_arch(call.z if isinstance(call, AddLayerNormBackwardCall) else call.x))
-
-
-layer_norm_fwd_unsupported = layer_norm_bwd_unsupported = _why_unsupported
-add_layer_norm_fwd_unsupported = add_layer_norm_bwd_unsupported = _why_unsupported
-rms_norm_fwd_unsupported = rms_norm_bwd_unsupported = _why_unsupported
+def _why_unsupported(
+    activations: Sequence[Tensor | None], parameters: Sequence[Tensor | None]
+) -> str | None:
+    """Device and row length are those of the last activation."""
+    for x in (*activations, *parameters):
+        if x is not None and x.dtype not in DTYPES:
+            return f"has kernels for float16, bfloat16 and float32, got {x.dtype}"
+    x = activations[-1]
+    assert x is not None
+    if x.shape[-1] > _LONGEST_ROW:
+        return f"handles rows of up to {_LONGEST_ROW} elements, got {x.shape[-1]}"
+    return too_old(_arch(x))
 
 
 # -- forward --------------------------------------------------------------------------------------
@@ -333,9 +332,17 @@ def _bind_backward(
 # -- layer_norm -----------------------------------------------------------------------------------
 
 
+def layer_norm_fwd_unsupported(call: LayerNormCall) -> str | None:
+    return _why_unsupported((call.x,), (call.weight, call.bias))
+
+
 def layer_norm_fwd(call: LayerNormCall, y: Tensor, mean: Tensor, rstd: Tensor) -> None:
     x, weight, bias, eps = call
     norm_fwd(x, None, None, weight, bias, eps, 0.0, None, 0, y, None, mean, rstd)
+
+
+def layer_norm_bwd_unsupported(call: LayerNormBackwardCall) -> str | None:
+    return _why_unsupported((call.dy, call.x), (call.weight, call.bias))
 
 
 def layer_norm_bwd_workspace(call: LayerNormBackwardCall) -> _Workspace:
@@ -359,10 +366,20 @@ def layer_norm_bwd(
 # -- add_layer_norm -------------------------------------------------------------------------------
 
 
+def add_layer_norm_fwd_unsupported(call: AddLayerNormCall) -> str | None:
+    return _why_unsupported((call.x, call.residual), (call.x_bias, call.weight, call.bias))
+
+
 def add_layer_norm_fwd(
     call: AddLayerNormCall, y: Tensor, z: Tensor, mean: Tensor, rstd: Tensor
 ) -> None:
     norm_fwd(*call, y, z, mean, rstd)
+
+
+def add_layer_norm_bwd_unsupported(call: AddLayerNormBackwardCall) -> str | None:
+    if call.x_dtype not in DTYPES:
+        return f"has kernels for float16, bfloat16 and float32, got {call.x_dtype}"
+    return _why_unsupported((call.dy, call.dz, call.z), (call.x_bias, call.weight, call.bias))
 
 
 def _add_sums(call: AddLayerNormBackwardCall) -> tuple[bool, bool, bool]:
@@ -402,9 +419,17 @@ def add_layer_norm_bwd(
 # -- rms_norm -------------------------------------------------------------------------------------
 
 
+def rms_norm_fwd_unsupported(call: RmsNormCall) -> str | None:
+    return _why_unsupported((call.x,), (call.weight,))
+
+
 def rms_norm_fwd(call: RmsNormCall, y: Tensor, rstd: Tensor) -> None:
     x, weight, eps = call
     norm_fwd(x, None, None, weight, None, eps, 0.0, None, 0, y, None, None, rstd)
+
+
+def rms_norm_bwd_unsupported(call: RmsNormBackwardCall) -> str | None:
+    return _why_unsupported((call.dy, call.x), (call.weight,))
 
 
 def rms_norm_bwd_workspace(call: RmsNormBackwardCall) -> _Workspace:

@@ -71,7 +71,7 @@ class Candidate:
 
 
 def candidates(device_type: str) -> list[Candidate]:
-    """What is checked on a kind of device."""
+    """The implementations that are checked on a kind of device."""
     found = []
     for name, (op, function, package) in (IMPLEMENTATIONS | ON_GPU).items():
         only = {"onnxruntime": "cpu"}.get(package, "cuda" if name in ON_GPU else device_type)

@@ -108,7 +108,7 @@ class Case:
         self.instance = Instance(DTYPES[dtype], dim, variant)
 
 
-# Of dropout bits: the first sequence, head, query and key.
+# The first sequence, head, query and key for dropout bits.
 _ORIGIN = (3, 2**32 - 1, 48, 2**33 - 64)
 _SEQUENCES = {"queries": [65, 0, 130, 1, 64], "keys": [40, 30, 200, 0, 129]}
 _LENGTHS: dict[str, Any] = {"B": 3, "key_lengths": [1, 256, 299], "N": 320}

@@ -200,7 +200,7 @@ def test_faults_of_splits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_plan_of_splits(
     monkeypatch: pytest.MonkeyPatch, lengths: list[int] | None, splits: int
 ) -> None:
-    """Of enough tiles: two for 9,000 keys, if lengths may differ."""
+    """Splits although there are enough tiles: two for 9,000 keys, if lengths may differ."""
     if reason := missing():
         pytest.skip(reason)
     found: list[int] = []
@@ -319,7 +319,7 @@ def test_ffn(monkeypatch: pytest.MonkeyPatch) -> None:
         return results
 
     def run(sample: Sample, oracle: Oracle) -> str | None:
-        """What is wrong with the order of events, or with results."""
+        """Faults in the order of events, or in results."""
         try:
             with monkeypatch.context() as patch, poisoned_results():
                 ffn_bindings.use(patch, launch)

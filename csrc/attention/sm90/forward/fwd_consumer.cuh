@@ -148,7 +148,7 @@ struct Consumer {
   }
 
   // -- products -----------------------------------------------------------------------------
-  // Of the first keys of the block.
+  // Issues the product for the first kKeys of the block.
   template <int kKeys = kBlock>
   __device__ __forceinline__ void issue_scores() {
     const uint64_t q = sm90::descriptor_at(

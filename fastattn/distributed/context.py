@@ -8,12 +8,11 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import Unpack
 
-from fastattn._options import PaddedOptions, refuse_unknown
 from fastattn.distributed.all_to_all import gather_rows, to_heads, to_sequence
 from fastattn.distributed.blocks import DROPOUT_TILE, Call, Inputs
 from fastattn.distributed.ring import Ring, RingAttention
 from fastattn.distributed.sequence import place
-from fastattn.functional import attention_call, attention_op
+from fastattn.functional import PaddedOptions, attention_call, attention_op, refuse_unknown
 
 Method = Literal["ring", "all_to_all"]
 

@@ -133,9 +133,10 @@ def test_faults_at_the_diagonal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutations of what is new: some case has wrong results with each."""
     instance = forward.CASES["128 window"].instance
     machine = _DIAGONAL(forward.defines(instance), _DIAGONAL_MUTATIONS)
+    sizes: dict[str, Any] = {"M": 270, "N": 270, "causal": "top_left", "H": 1, "K": 1}
     cases = {
-        "causal": forward.Case(128, "kBounded", M=270, N=270, causal=1, H=1, K=1),
-        "window": forward.Case(128, "kBounded", M=270, N=270, causal=1, window=(40, 0), H=1, K=1),
+        "causal": forward.Case(128, "kBounded", **sizes),
+        "window": forward.Case(128, "kBounded", **sizes, window=(40, 0)),
     }
     for name, case in cases.items():
         monkeypatch.setitem(forward.CASES, name, case)
@@ -161,12 +162,12 @@ _SPLIT_MUTATIONS = (
 
 
 def _split(monkeypatch: pytest.MonkeyPatch, machine: Machine, case: forward.Case) -> None:
+    use = bindings.use
     with monkeypatch.context() as patch:
-        bindings.use(
-            patch, lambda op, problem, _: machine.call(op, ctypes.c_void_p(problem)), _SPLITS
-        )
-        _SPLITS.native.on_host_plan(case.splits, int(case.counted), int(case.ordered))
-        forward.check_forward(case)
+        patch.setitem(forward.CASES, "case", case)
+        patch.setattr(bindings, "use", lambda patch, launch: use(patch, launch, _SPLITS))
+        patch.setattr(bindings, "plan", lambda *plan: _SPLITS.native.on_host_plan(*map(int, plan)))
+        forward.test_forward(lambda _: machine, patch, "case")
 
 
 def _splits_of(case: forward.Case, mutations: tuple[Mutation, ...] = ()) -> Machine:
@@ -283,7 +284,7 @@ def test_faults_of_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(bwd_faults, "_sample", causal)
     monkeypatch.setitem(CONFIGS, 128, Config(64, 128))
-    injector = OpInjector(_SHORT, backward.run_simulated, _BACKWARD(), later=(RANDOM,))
+    injector = OpInjector(_SHORT, bindings.run_simulated, _BACKWARD(), later=(RANDOM,))
     for sample in bwd_faults._samples("128 kBounded"):
         with monkeypatch.context() as patch:
             bwd_faults._examine(patch, injector, sample)

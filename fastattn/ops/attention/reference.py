@@ -28,17 +28,22 @@ from fastattn.ops.attention.calls import (
     why_no_weights,
 )
 
+Offset = int | Tensor
 
-def allowed_pairs(call: ForwardCall, rows: Tensor | None = None) -> Tensor:
+
+def allowed_pairs(
+    call: ForwardCall, rows: Tensor | None = None, offset: Offset | None = None
+) -> Tensor:
     """Which query of a padded call may attend to which key: bool [B or 1, H or 1, M, N]. rows: an
-    index [R] of queries; the result then has R rows in place of M.
+    index [R] of queries; the result then has R rows in place of M. offset: the diagonal's, if known
+    (the exporter to ONNX loses a name where it is computed twice).
     """
     N, mask = call.k.shape[2], call.mask
     key_lengths, query_lengths = call.key_lengths, call.query_lengths
     selected = torch.arange(call.q.shape[2], device=call.q.device) if rows is None else rows
     i = selected[:, None]
     j = torch.arange(N, device=call.q.device)
-    diagonal = i + _diagonal_offset(call)
+    diagonal = i + (_diagonal_offset(call) if offset is None else offset)
     allowed = torch.ones(1, 1, selected.shape[0], N, dtype=torch.bool, device=call.q.device)
     if call.causal:
         allowed = allowed & (j <= diagonal)
@@ -66,7 +71,7 @@ def live(allowed: Tensor, H: int, K: int) -> tuple[Tensor, Tensor]:
     return allowed.any(-1)[..., None], keys[..., None]
 
 
-def _diagonal_offset(call: ForwardCall) -> int | Tensor:
+def _diagonal_offset(call: ForwardCall) -> Offset:
     """Key i + this number is on the diagonal of query i; [B, 1, 1, 1] if it depends on lengths."""
     n: Any = call.k.shape[2]
     m: Any = call.q.shape[2]
@@ -76,24 +81,28 @@ def _diagonal_offset(call: ForwardCall) -> int | Tensor:
     return n - m if call.causal >= CausalKind.BOTTOM_RIGHT else 0  # type: ignore[no-any-return]
 
 
-def _entries_of_pairs(call: ForwardCall, rows: Tensor | None = None) -> Tensor:
+def _entries_of_pairs(
+    call: ForwardCall, rows: Tensor | None = None, offset: Offset | None = None
+) -> Tensor:
     """The entry of distance_bias that each pair adds, [B or 1, 1, R, N]; any one for a pair whose
-    distance no allowed pair has. rows: as in `allowed_pairs`.
+    distance no allowed pair has. rows, offset: as in `allowed_pairs`.
     """
     M, N = call.q.shape[2], call.k.shape[2]
     rows = torch.arange(M, device=call.q.device) if rows is None else rows
     first = (N if call.causal >= CausalKind.BOTTOM_RIGHT else M) - 1
     j = torch.arange(N, device=rows.device)
-    entry = j - rows[:, None] - _diagonal_offset(call) + first
+    entry = j - rows[:, None] - (_diagonal_offset(call) if offset is None else offset) + first
     entry = entry.clamp(0, max(M + N - 2, 0))
     return entry if entry.dim() == 4 else entry[None, None]
 
 
-def bias_of_pairs(call: ForwardCall, rows: Tensor | None = None) -> Tensor:
+def bias_of_pairs(
+    call: ForwardCall, rows: Tensor | None = None, offset: Offset | None = None
+) -> Tensor:
     """The value that distance_bias adds to each score, [B or 1, H, M, N]; any value for a blocked
-    pair. rows: as in `allowed_pairs`.
+    pair. rows, offset: as in `allowed_pairs`.
     """
-    bias, entries = call.distance_bias, _entries_of_pairs(call, rows)
+    bias, entries = call.distance_bias, _entries_of_pairs(call, rows, offset)
     assert bias is not None
     if entries.shape[0] == 1:
         return bias[:, :, entries[0, 0]]
@@ -141,7 +150,8 @@ def _softmax(call: ForwardCall) -> _Softmax:
     (B, H, M, _), (K, N) = q.shape, k.shape[1:3]
     G = H // K if K else 0
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    allowed = allowed_pairs(call)
+    offset = _diagonal_offset(call)
+    allowed = allowed_pairs(call, offset=offset)
     live_rows, live_keys = live(allowed, H, K)
 
     # Dead positions may hold any values, NaN included, which must not affect results.
@@ -155,7 +165,8 @@ def _softmax(call: ForwardCall) -> _Softmax:
         bias = torch.where(allowed, mask.to(dtype), 0)
         s = s + bias.expand(B, H, M, N).reshape(B, K, G, M, N)
     if call.distance_bias is not None:
-        bias = bias_of_pairs(call._replace(distance_bias=call.distance_bias.to(dtype)))
+        call = call._replace(distance_bias=call.distance_bias.to(dtype))
+        bias = bias_of_pairs(call, offset=offset)
         s = s + torch.where(allowed, bias, 0).expand(B, H, M, N).reshape(B, K, G, M, N)
     s = torch.where(pairs, s, -torch.inf)
 

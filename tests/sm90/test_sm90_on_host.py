@@ -468,6 +468,18 @@ def test_adjacent_sections(
         test_forward(machine, monkeypatch, name)
 
 
+@pytest.mark.slow
+def test_only_the_last_machine_keeps_memory(
+    machine: Callable[[Instance], Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pages_after(name: str) -> int:
+        test_forward(machine, monkeypatch, name)
+        return int(Path("/proc/self/statm").read_text().split()[0])
+
+    before = pages_after("64")
+    assert max(map(pages_after, ("64 causal", "64 dropout", "64 mask"))) - before < 80_000
+
+
 @pytest.mark.parametrize("count", [1, 7, 3000])
 def test_longest_sequences_first(machine: Callable[[Instance], Machine], count: int) -> None:
     """Every sequence has one place; one that is longer by a 255th of the longest comes before."""

@@ -34,6 +34,7 @@ import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 HERE = Path(__file__).resolve().parent
 CSRC = HERE.parents[2] / "csrc"
@@ -100,7 +101,11 @@ class Mutation:
 
 
 class Machine:
-    """Kernels that have been built. `order` holds for the calls to come."""
+    """Kernels that have been built. `order` holds for the calls to come. Only the one that was
+    called last keeps memory for its next call: 0.1 to 0.3 GB.
+    """
+
+    _called: ClassVar["Machine | None"] = None
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -115,6 +120,9 @@ class Machine:
         """Calls a function that returns a message or null; the message, or the machine's own, with
         lines of source if no fault explains it.
         """
+        if Machine._called not in (None, self):
+            Machine._called.library.on_host_release()
+        Machine._called = self
         entry = self.library[function]
         entry.restype = ctypes.c_char_p
         self.library.on_host_order(self.order)

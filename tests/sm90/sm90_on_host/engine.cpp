@@ -30,6 +30,10 @@ const char* on_host_failure() {
   last = std::exchange(on_host::failure, std::string());
   return last.empty() ? nullptr : last.c_str();
 }
+// Frees the memory that the next launch would use again.
+void on_host_release() {
+  on_host::release_memory();
+}
 void on_host_record(int yes) {
   on_host::records_sites = yes != 0;
   on_host::sites.clear();

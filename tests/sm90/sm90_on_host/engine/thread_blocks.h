@@ -153,5 +153,17 @@ void end_block(size_t index) {
   blocks.erase(blocks.begin() + static_cast<int64_t>(index));
 }
 
+void release_memory() {
+  for (auto& block : spare_blocks) {
+    for (auto& thread : block->threads) {
+      munmap(thread->stack, kStackBytes);
+      munmap(thread->registers, kStackBytes / 4 * sizeof(Register));
+    }
+    std::free(block->memory);
+  }
+  spare_blocks.clear();
+  clocks().release();
+}
+
 }  // namespace
 }  // namespace on_host

@@ -77,6 +77,12 @@ class ClockPool {
               free_.push_back(c);
             }};
   }
+  void release() {
+    for (Clock* clock : free_) {
+      std::free(clock);
+    }
+    free_.clear();
+  }
 
  private:
   std::vector<Clock*> free_;

@@ -71,11 +71,6 @@ def add_translate(commands: Any) -> None:
         help="words that begin every translation",
     )  # fmt: skip
     parser.add_argument(
-        "--page-size", type=positive_int, default=argparse.SUPPRESS,
-        help="continuous batching: a sentence that has ended gives its place to the next one; keys "
-        "and values are in pages of this many positions, such as 16 (default: in batches)",
-    )  # fmt: skip
-    parser.add_argument(
         "--scores", action="store_true", help="print each translation's score and a tab before it"
     )
     parser.add_argument(
@@ -115,7 +110,6 @@ def _run_translate(options: argparse.Namespace) -> int:
                 prefixes=[options.prefix] * len(texts) if hasattr(options, "prefix") else None,
                 max_length=getattr(options, "max_length", None),
                 strategy=strategy,
-                page_size=getattr(options, "page_size", None),
                 notify=progress.update,
             )
     translations = [result.text for result in results]

@@ -12,7 +12,6 @@ from fastattn.nn.feed_forward import GatedActivation, PositionWiseFFN
 from fastattn.nn.heads import set_heads
 from fastattn.nn.linear_attention import LinearAttentionState, LinearMultiheadAttention
 from fastattn.nn.norm import AddNorm, LayerNorm, RMSNorm
-from fastattn.nn.paged_decoding import PagedDecoderCache
 from fastattn.nn.positional import LearnedPositionalEncoding, SinusoidalPositionalEncoding
 from fastattn.nn.positional_attention import PositionalMultiheadAttention
 from fastattn.nn.power_norm import PowerNorm, TokenBatchNorm
@@ -39,7 +38,6 @@ __all__ = [
     "LinearAttentionState",
     "LinearMultiheadAttention",
     "MultiheadAttention",
-    "PagedDecoderCache",
     "PositionWiseFFN",
     "PositionalMultiheadAttention",
     "PowerNorm",

@@ -361,10 +361,9 @@ def decoder_layer_step(
         if positions is not None:
             q, k = positions.rotated(q, kv[:, :, 0], step.positions)
             kv = torch.stack((k, kv[:, :, 1]), dim=2)
-        cache.write(past.target, step, kv.to(past.target.dtype))  # autocast's dtype
+        past.target.index_copy_(1, step.rows, kv.to(past.target.dtype))  # autocast's dtype
         k, v = past.target_heads()
-        options = {**step.options(positions), **cache.target_options()}
-        heads = attend(self_attn, q.transpose(1, 2), k, v, streams, **options)
+        heads = attend(self_attn, q.transpose(1, 2), k, v, streams, **step.options(positions))
         return merge_heads(self_attn, heads, 3)
 
     def attend_memory(y: Tensor) -> Tensor:

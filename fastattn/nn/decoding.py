@@ -12,7 +12,7 @@ number of beams; the memory it reads, which determines its time, does not.
 Shapes: B batch, K beams, N rows of the memory, T positions, H heads, D head dim.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,14 +101,6 @@ class DecoderCache:
                 f"the cache holds max_length={self.max_length} positions, got position {end - 1}"
             )
 
-    def write(self, target: Tensor, step: "Step", kv: Tensor) -> None:
-        """Writes `[B, S, 2, H, D]` of the step's positions to a layer's `target`."""
-        target.index_copy_(1, step.rows, kv)
-
-    def target_options(self) -> dict[str, Any]:
-        """Arguments by which self-attention finds the keys, besides the step's options."""
-        return {}
-
     def memory_options(self) -> dict[str, Any]:
         """The keyword arguments of a layer's attention over the memory."""
         return {"mask": self.memory_mask, "key_lengths": self.memory_lengths}
@@ -158,17 +150,10 @@ class DecoderCache:
         past = self._columns < self.rows[:1]
         torch.where(past, inherited, self._own, out=self.ancestry)
 
-    def restart(
-        self, projected: Iterable[Tensor], lengths: Tensor, slots: Sequence[int] | None = None
-    ) -> None:
+    def restart(self, projected: Iterable[Tensor], lengths: Tensor) -> None:
         """Resets to position 0 over another memory: keys and values `[B, N, 2, H, D]` for each
         layer, of which `lengths` `[B]` rows are read.
         """
-        if slots is not None:
-            raise ValueError(
-                f"slots must be None for a cache without pages, whose sequences have one position, "
-                f"got {slots}"
-            )
         if self.memory_lengths is None or self.memory_mask is not None:
             raise ValueError("cache must have memory_lengths and no memory_key_padding_mask")
         self.memory_lengths.copy_(lengths)
@@ -210,8 +195,8 @@ class DecoderCache:
 class Step:
     """The next positions of a cache: what all its layers share while they decode them.
 
-    positions: `[S]`, `[1]` for beams, `[B, S]` in a paged cache; rows: those to write; key_lengths:
-    how many rows each query reads, `[B]` or `[B, S]`.
+    positions: `[S]`, `[1]` for beams; rows: those to write; key_lengths: how many rows each query
+    reads, `[B]` or `[B, S]`.
     """
 
     cache: DecoderCache

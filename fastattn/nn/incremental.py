@@ -14,7 +14,6 @@ from fastattn.nn.blocks import decoder_layer_step, project_memory
 from fastattn.nn.decoding import DecoderCache, LayerCache, check_memory_lengths
 from fastattn.nn.fusion import is_unmodified
 from fastattn.nn.layers import TransformerDecoderLayer
-from fastattn.nn.paged_decoding import PagedDecoderCache
 from fastattn.nn.positional_attention import attention_classes
 
 
@@ -35,8 +34,6 @@ class IncrementalDecoding:
         max_length: int,
         beams: int = 1,
         memory_size: int | None = None,
-        page_size: int | None = None,
-        pages: int | None = None,
     ) -> DecoderCache:
         """Starts incremental decoding over `memory`, `[B, N, E]` (or `[N, B, E]`: `batch_first`).
 
@@ -44,9 +41,7 @@ class IncrementalDecoding:
         padding. memory_lengths: int32 or int64 `[B]`, or a list of B integers. max_length: the
         largest number of positions to decode, allocated now. beams: continuations of each sequence
         (see `fastattn.nn.decoding`). memory_size: rows to allocate for memories of a later
-        `restart`. page_size: 16, 32, 64, 128 or 256 makes a `PagedDecoderCache`, whose sequences
-        share pages of this many positions and start and end at different times; pages: how many,
-        default as many as all sequences together may need.
+        `restart`.
         """
         for i, layer in enumerate(self.layers):
             if why := _cannot_decode(layer):
@@ -55,8 +50,6 @@ class IncrementalDecoding:
         batch_dim = 0 if self.layers[0].self_attn.batch_first else 1
         B, N = memories[0].shape[batch_dim], memories[0].shape[1 - batch_dim]
         counts: dict[str, Any] = {"max_length": max_length, "beams": beams}
-        optional = {"page_size": page_size, "pages": pages}
-        counts |= {name: value for name, value in optional.items() if value is not None}
         for name, value in counts.items():
             if not (isinstance(value, int) or hasattr(value, "__index__")):
                 raise TypeError(f"{name} must be an integer, got {value!r}")
@@ -73,22 +66,6 @@ class IncrementalDecoding:
         if memory_lengths is not None:
             lengths = check_memory_lengths(memory_lengths, B, memories[0].device)
             memory_lengths = lengths.clamp(max=N)  # a tensor of its own: `restart` writes here
-        if page_size is not None:
-            if beams > 1 or padding is not None:
-                raise ValueError(
-                    f"page_size must be None with beams or memory_key_padding_mask, got {page_size}"
-                )
-            memory_size = N if memory_size is None else memory_size
-            if memory_size < N:
-                raise ValueError(
-                    f"memory_size must be at least the memory's {N}, got {memory_size}"
-                )
-            kept = [project_memory(*each) for each in zip(self.layers, memories, strict=True)]
-            paged = PagedDecoderCache(kept, max_length, memory_size, page_size, pages)
-            paged.restart(kept, [N] * B if memory_lengths is None else memory_lengths)
-            return paged
-        if pages is not None:
-            raise ValueError(f"pages must be None without page_size, got {pages}")
         if memory_size is not None:
             if memory_size < N or memory_lengths is None:
                 raise ValueError(
@@ -115,26 +92,19 @@ class IncrementalDecoding:
         cache: DecoderCache,
         memory: Tensor | Sequence[Tensor],
         memory_lengths: Lengths,
-        *,
-        slots: Sequence[int] | None = None,
     ) -> None:
-        """Restarts at position 0 in the same tensors, over a memory of the same batch that fits.
-
-        slots: the sequences of a `PagedDecoderCache` to replace by those of this memory, default
-        all; the others continue.
-        """
+        """Restarts at position 0 in the same tensors, over a memory of the same batch that fits."""
         memories = self._memories(memory)
         batch_dim = 0 if self.layers[0].self_attn.batch_first else 1
         B, N = memories[0].shape[batch_dim], memories[0].shape[1 - batch_dim]
-        wanted = cache.batch_size if slots is None else len(slots)
-        if wanted != B or cache.memory_size < N:
+        if cache.batch_size != B or cache.memory_size < N:
             raise ValueError(
-                f"memory must have {wanted} sequences of at most {cache.memory_size} rows, "
-                f"got {B} of {N}"
+                f"memory must have {cache.batch_size} sequences of at most {cache.memory_size} "
+                f"rows, got {B} of {N}"
             )
         lengths = check_memory_lengths(memory_lengths, B, memories[0].device).clamp(max=N)
         projected = (project_memory(*each) for each in zip(self.layers, memories, strict=True))
-        cache.restart(projected, lengths, slots)
+        cache.restart(projected, lengths)
 
     @torch.no_grad()
     def step(self, x: Tensor, cache: DecoderCache) -> Tensor:

@@ -9,7 +9,6 @@ Shapes: B sentences, K beams, S source tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -45,8 +44,6 @@ class CachedContinuations:
         beams: int,
         max_length: int,
         memory_size: int,
-        page_size: int | None = None,
-        pages: int | None = None,
     ) -> None:
         self.beams, self.device = beams, memory.source.device
         self.special = model.config.special
@@ -59,20 +56,13 @@ class CachedContinuations:
             max_length=max_length,
             beams=beams,
             memory_size=memory_size,
-            page_size=page_size,
-            pages=pages,
         )
 
-    def restart(self, memory: Memory, slots: Sequence[int] | None = None) -> None:
-        """Replace the sentences by others, no more and no longer than the capacity.
-
-        slots: the places of those that are replaced, in a paged cache; default all.
-        """
-        self._model.transformer.decoder.restart(
-            self.cache, memory.layers, memory.lengths(), slots=slots
-        )
+    def restart(self, memory: Memory) -> None:
+        """Replace the sentences by others, no more and no longer than the capacity."""
+        self._model.transformer.decoder.restart(self.cache, memory.layers, memory.lengths())
         if self._memory is not None:
-            self._memory.copy_from(memory.padded(self._memory.source.shape[1]), slots)
+            self._memory.copy_from(memory.padded(self._memory.source.shape[1]))
 
     def logits(self, tokens: Tensor) -> Tensor:
         # Beams are the sequence dimension but share one position, so each is embedded by itself.

@@ -19,27 +19,17 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from fastattn.functional import batch_invariant
 from fastattn.nn.fusion import inherits, modules_of
-from fastattn.nn.paged_decoding import PagedDecoderCache
 from fastattn.nn.sharding import SINGLE, sharding_of
 from fastattn.nn.step_graph import recorded
 from fastattn.nn.transformer import TransformerEncoder
 
 from .beam_search import BeamSearch, BeamState
 from .continuations import CachedContinuations, Continuations, make_continuations
-from .continuous import ContinuousBatch, Sentence
 from .data import Tokenizer, pad, tidy
 from .model import Seq2SeqTransformer, record_attention
 from .non_autoregressive import NonAutoregressiveTransformer, parallel_decode
 from .sampling import Sampling, SamplingSearch
-from .search import (
-    STEPS_BETWEEN_END_CHECKS,
-    Hypothesis,
-    Request,
-    Search,
-    SingleSearch,
-    most_likely,
-    run,
-)
+from .search import Hypothesis, Request, Search, SingleSearch, most_likely, run
 
 
 @dataclass(frozen=True)
@@ -210,12 +200,8 @@ def _check(
             f"max_lengths must hold one length for each of {len(source)} sources, "
             f"got {len(request.max_lengths)}"
         )
-    _check_request(model, request)
     if bool((source_padding[:, :-1] & ~source_padding[:, 1:]).any()):
         raise ValueError("source_padding must be on the right, got a token after padding")
-
-
-def _check_request(model: Seq2SeqTransformer, request: Request) -> None:
     if sharding_of(model) is not SINGLE:
         raise ValueError(
             "model must be whole, got one that parallelize has divided: load "
@@ -292,66 +278,6 @@ def _search(
     return search, advance
 
 
-@torch.no_grad()
-@batch_invariant()
-def _generate_continuously(
-    model: Seq2SeqTransformer,
-    sentences: Sequence[Sentence],
-    strategy: Strategy,
-    *,
-    unscored: int,
-    places: int,
-    page_size: int,
-    pages: int | None,
-    notify: Callable[[int], None],
-) -> list[Hypothesis]:
-    """The hypotheses that `generate` returns for these sentences, decoded in this many places."""
-    decoder, special = model.transformer.decoder, model.config.special
-    if isinstance(strategy, BeamSearch):
-        raise ValueError(
-            "page_size must be None with BeamSearch, whose beams share a contiguous cache, "
-            f"got {page_size}"
-        )
-    if not hasattr(decoder, "init_cache") or isinstance(model, NonAutoregressiveTransformer):
-        raise ValueError(
-            f"page_size must be None for a model without a key/value cache, got {page_size}"
-        )
-    limits, prefixes = [s.max_length for s in sentences], [s.prefix for s in sentences]
-    _check_request(model, Request(limits, prefixes, unscored))
-    device = model.embedding.weight.device
-    blank = torch.full((places, 1), special.end, device=device)
-    try:
-        continuations = CachedContinuations(
-            model,
-            model.encode(blank, torch.ones_like(blank, dtype=torch.bool)),
-            beams=1,
-            max_length=max(limits),
-            memory_size=max(len(s.source) for s in sentences),
-            page_size=page_size,
-            pages=pages,
-        )
-    except NotImplementedError as error:
-        raise ValueError(
-            f"page_size must be None for a model without a key/value cache, got {page_size}: "
-            f"{error}"
-        ) from error
-    cache = continuations.cache
-    assert isinstance(cache, PagedDecoderCache)
-    needed = max(cache.missing_pages({0: s.max_length}, [len(s.source)]) for s in sentences)
-    if needed > cache.free_pages:
-        raise ValueError(f"pages must be at least {needed} for the longest sentence, got {pages}")
-    idle = Request([0] * places, [()] * places if any(prefixes) else None, unscored)
-    search = _make_search(continuations, strategy, idle, max(limits))
-    assert isinstance(search, SingleSearch)
-    cache.release(range(places))  # so that recording a step takes no pages
-    advance, between = search.step, 1
-    if not _has_hooks(modules_of(model)):
-        advance = recorded(search.step, search.rewind, device, weights=model.parameters())
-        between = STEPS_BETWEEN_END_CHECKS.get(device.type, 8)
-    batch = ContinuousBatch(model, continuations, search, advance, unscored, between)
-    return batch.run(sentences, notify)
-
-
 def _has_hooks(modules: Sequence[nn.Module]) -> bool:
     """Whether modules have hooks, which a replay of a recorded step does not run."""
     return _has_any_global_hook() or any(m._forward_hooks or m._forward_pre_hooks for m in modules)
@@ -426,19 +352,12 @@ class Translator:
         batch_size: int = 64,
         strategy: Strategy = GREEDY,
         use_cache: bool | None = None,
-        page_size: int | None = None,
-        pages: int | None = None,
         notify: Callable[[int], None] = lambda _: None,
     ) -> list[str]:
         """Translate sentences, in batches of similar length; `notify` receives the count so far.
 
         A translation has at most `max_length` tokens, by default twice those of its source plus
         ten. A source longer than the model allows raises ValueError; an empty one stays empty.
-
-        page_size: 16, 32, 64, 128 or 256 decodes by continuous batching: a sentence that has ended
-        gives its place among the `batch_size` to the next one, and the cache holds keys and values
-        in pages of this many positions. pages: how many, default enough for a batch of the longest
-        sentences; with fewer, sentences wait. Not for beam search.
         """
         results = self.search(
             texts,
@@ -446,8 +365,6 @@ class Translator:
             batch_size=batch_size,
             strategy=strategy,
             use_cache=use_cache,
-            page_size=page_size,
-            pages=pages,
             notify=notify,
         )
         return [result.text for result in results]
@@ -462,8 +379,6 @@ class Translator:
         strategy: Strategy = GREEDY,
         return_attention: bool = False,
         use_cache: bool | None = None,
-        page_size: int | None = None,
-        pages: int | None = None,
         notify: Callable[[int], None] = lambda _: None,
     ) -> list[Translation]:
         """Translate as `translate` does and return tokens, scores and, on request, attention.
@@ -476,13 +391,6 @@ class Translator:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         if max_length is not None and max_length < 1:
             raise ValueError(f"max_length must be at least 1, got {max_length}")
-        if page_size is None and pages is not None:
-            raise ValueError(f"pages must be None without page_size, got {pages}")
-        if page_size is not None and (return_attention or use_cache is False):
-            raise ValueError(
-                "page_size must be None with return_attention=True or use_cache=False, "
-                f"got {page_size}"
-            )
         if prefixes is not None and len(prefixes) != len(texts):
             raise ValueError(
                 f"prefixes must hold one for each of {len(texts)} texts, got {len(prefixes)}"
@@ -513,24 +421,6 @@ class Translator:
         was_training = self.model.training
         self.model.eval()
         try:
-            if page_size is not None and order:
-                order.reverse()  # the last ones, which run beside idle places, end soon
-                paged = _generate_continuously(
-                    self.model,
-                    [
-                        Sentence(sources[i], limits[i], () if begins is None else begins[i], i)
-                        for i in order
-                    ],
-                    strategy,
-                    unscored=len(forced),
-                    places=min(batch_size, len(order)),
-                    page_size=page_size,
-                    pages=pages,
-                    notify=notify,
-                )
-                for i, best in zip(order, paged, strict=True):
-                    results[i] = Translation(self.tokenizer.decode(best.tokens), best)
-                return results
             for start in range(0, len(order), batch_size):
                 chosen = order[start : start + batch_size]
                 source = pad([sources[i] for i in chosen], padding).to(device)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -268,13 +268,10 @@ class Memory:
 
         return self._map(longer)
 
-    def copy_from(self, other: Memory, slots: Sequence[int] | None = None) -> None:
-        """Copy the values of another memory of the same sizes, or of as many sentences as `slots`
-        to these places.
-        """
-        chosen = slice(None) if slots is None else list(slots)
+    def copy_from(self, other: Memory) -> None:
+        """Copy the values of another memory of the same sizes."""
         for target, source in zip(self._tensors(), other._tensors(), strict=True):
-            target[chosen] = source
+            target.copy_(source)
 
     def _tensors(self) -> list[Tensor]:
         keys = [] if self.copy_keys is None else [self.copy_keys]

@@ -88,25 +88,22 @@ class SamplingSearch(SingleSearch):
         self, continuations: Continuations, sampling: Sampling, request: Request, *, steps: int
     ) -> None:
         self.seed = sampling.seed
-        size = steps + 1, len(request.max_lengths)
+        size = steps, len(request.max_lengths)
         self._uniforms = torch.zeros(size, device=continuations.device)
 
         def choose(logits: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
             log_z = logits.logsumexp(dim=-1)
             for token in continuations.special.never_chosen:
                 logits[:, token].fill_(float("-inf"))
-            return draw(logits, self._uniforms.gather(0, step[None])[0], sampling), log_z
+            return draw(logits, self._uniforms.index_select(0, step)[0], sampling), log_z
 
         super().__init__(continuations, choose, request, steps=steps)
 
-    def draw_numbers(self, sentences: Sequence[int], slots: Sequence[int] | None = None) -> None:
-        """Numbers for all sentences of the batch, or for those in these places."""
+    def draw_numbers(self, sentences: Sequence[int]) -> None:
+        """Numbers for the sentences of the batch."""
         steps, B = self._uniforms.shape
-        slots = range(B) if slots is None else slots
-        if len(sentences) != len(slots):
+        if len(sentences) != B:
             raise ValueError(
-                f"numbers must hold one number for each of {len(slots)} sources, "
-                f"got {len(sentences)}"
+                f"numbers must hold one number for each of {B} sources, got {len(sentences)}"
             )
-        drawn = uniform_numbers(self.seed, sentences, steps).to(self._uniforms.device)
-        self._uniforms.index_copy_(1, torch.tensor(slots, device=drawn.device), drawn)
+        self._uniforms.copy_(uniform_numbers(self.seed, sentences, steps))

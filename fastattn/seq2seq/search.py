@@ -91,8 +91,8 @@ def run(search: Search, advance: Callable[[], None], limit: int) -> None:
             return
 
 
-# The logits [B, V] of one step and the step of each sentence [B] -> the chosen token and the
-# logsumexp of the logits, [B] each. PAD and BEGIN are not chosen.
+# The logits [B, V] of one step and its number [1] -> the chosen token and the logsumexp of the
+# logits, [B] each. PAD and BEGIN are not chosen.
 Choose = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -107,13 +107,12 @@ class SingleSearch:
         self._special = continuations.special
         B, device = len(request.max_lengths), continuations.device
         self._forces = request.prefixes is not None
-        # The last row of tokens is for sentences that have ended.
-        self._forced = torch.empty(steps + 1, B, dtype=torch.long, device=device)
+        self._forced = torch.empty(steps, B, dtype=torch.long, device=device)
         self._unscored = torch.empty(1, dtype=torch.long, device=device)
         self._limits = torch.empty(B, dtype=torch.long, device=device)
-        self._step = torch.zeros(B, dtype=torch.long, device=device)
+        self._step = torch.zeros(1, dtype=torch.long, device=device)
         self._last = torch.empty(B, 1, dtype=torch.long, device=device)
-        self._tokens = torch.empty(steps + 1, B, dtype=torch.long, device=device)
+        self._tokens = torch.empty(steps, B, dtype=torch.long, device=device)
         self._log_p = torch.empty(B, device=device)
         self.ended = torch.empty(B, dtype=torch.bool, device=device)
         self.start(request)
@@ -124,20 +123,6 @@ class SingleSearch:
         self._unscored.fill_(request.unscored)
         self._limits.copy_(torch.tensor(request.max_lengths))
         self.rewind()
-
-    def replace(self, slots: Sequence[int], request: Request) -> None:
-        """Other sentences in these places of the batch, from BEGIN; the rest continue."""
-        chosen = torch.tensor(slots, dtype=torch.long, device=self.ended.device)
-        limits = torch.tensor(request.max_lengths).to(chosen.device)
-        if self._forces:
-            forced = request.forced(len(self._forced)).to(chosen.device)
-            self._forced.index_copy_(1, chosen, forced)
-        self._limits.index_copy_(0, chosen, limits)
-        self._step.index_fill_(0, chosen, 0)
-        self._last.index_fill_(0, chosen, self._special.begin)
-        self._tokens.index_fill_(1, chosen, self._special.pad)
-        self._log_p.index_fill_(0, chosen, 0.0)
-        self.ended.index_copy_(0, chosen, limits <= 0)
 
     def rewind(self) -> None:
         self._continuations.rewind()
@@ -151,33 +136,27 @@ class SingleSearch:
         logits = self._continuations.logits(self._last)[:, 0]  # [B, V]
         token, logsumexp = self._choose(logits, self._step)
         if self._forces:
-            forced = self._forced.gather(0, self._step[None])[0]
+            forced = self._forced.index_select(0, self._step)[0]
             token = torch.where(forced == FREE, token, forced)
         log_p = logits.gather(1, token[:, None])[:, 0] - logsumexp
         if self._forces:
             log_p = log_p.masked_fill(self._step < self._unscored, 0.0)
         self._log_p.add_(log_p.masked_fill(self.ended, 0.0))
         token = token.masked_fill(self.ended, self._special.pad)
-        self._tokens.scatter_(0, self._step[None], token[None])
+        self._tokens.index_copy_(0, self._step, token[None])
         self._last.copy_(token[:, None])
-        self._step.add_(self.ended.logical_not())
+        self._step.add_(1)
         self.ended.logical_or_((token == self._special.end) | (self._limits <= self._step))
 
     def hypotheses(self) -> list[list[Hypothesis]]:
-        return [[found] for found in self.results(range(len(self.ended)))]
-
-    def results(self, slots: Sequence[int]) -> list[Hypothesis]:
-        """The hypotheses of the sentences in these places of the batch."""
         results = []
         end = self._special.end
-        chosen = torch.tensor(slots, dtype=torch.long, device=self.ended.device)
-        rows, sums = self._tokens.index_select(1, chosen).T, self._log_p.index_select(0, chosen)
-        for row, log_p in zip(rows.tolist(), sums.tolist(), strict=True):
+        for row, log_p in zip(self._tokens.T.tolist(), self._log_p.tolist(), strict=True):
             stop = next(
                 (i for i, token in enumerate(row) if token in (end, self._special.pad)), len(row)
             )
             ended = stop < len(row) and row[stop] == end
-            results.append(Hypothesis(row[:stop], log_p, log_p, ended))
+            results.append([Hypothesis(row[:stop], log_p, log_p, ended)])
         return results
 
 

@@ -177,3 +177,14 @@ def test_offsets_may_be_tensors():
                 assert torch.equal(
                     each, torch.stack([encoding(y[b], offset=3 + 2 * b) for b in (0, 1)])
                 )
+
+
+@torch.no_grad()
+def test_lengths_beyond_a_memory_end_with_it():
+    fast, x, N = decoder(), torch.randn(1, 1, E), 20
+    for memory in (torch.randn(1, N, E), torch.randn(1, 5, E)):
+        expected = fast.step(x, fast.init_cache(memory, max_length=T))
+        cache = fast.init_cache(memory, memory_lengths=[N + 3], max_length=T, memory_size=2 * N)
+        torch.testing.assert_close(fast.step(x, cache), expected)
+        fast.restart(cache, memory, [N + 3])
+        torch.testing.assert_close(fast.step(x, cache), expected)

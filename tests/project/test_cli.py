@@ -283,9 +283,6 @@ def test_translating_by_beams_by_samples_and_from_a_prefix(capsys, run_folder):
 
     greedy = search()
     assert search("--sample", "--top-k=1") == greedy
-    assert search("--page-size=16") == greedy
-    code, _, err = call(capsys, *base, "--page-size=16", "--beams=2", *texts)
-    assert code == 2 and "page_size must be None with BeamSearch" in err
     assert search("--beams=1", "--length-penalty=0") == greedy
     beams = search("--beams=4", "--length-penalty=0")
     assert sum(score for score, _ in beams) > sum(score for score, _ in greedy)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from fastattn.seq2seq.data import Pair
-    from fastattn.seq2seq.generation import Strategy, Translator
+    from fastattn.seq2seq.generation import Strategy
 
 DONE, FAILED, WRONG_INPUT, NO_TEXT, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 3, 130, 141
 PROBLEMS_SHOWN = 5
@@ -183,45 +183,6 @@ def device(text: str) -> torch.device:
             f"must be a device that torch can use here, such as cpu, got {text!r} ({reason})"
         ) from error
     return device
-
-
-def add_pretrained(parser: argparse.ArgumentParser, group: Any, help: str) -> None:
-    """--model in `group`, and the languages of such a model."""
-    group.add_argument("--model", type=Path, metavar="FOLDER", default=argparse.SUPPRESS, help=help)
-    for side, example in (("source", "eng_Latn"), ("target", "fra_Latn")):
-        parser.add_argument(
-            f"--{side}-language", metavar="CODE", default=argparse.SUPPRESS,
-            help=f"--model: language of the {side} as the model's tokenizer names it, such as "
-            f"en_XX or {example} (default: none, for a model of one pair)",
-        )  # fmt: skip
-
-
-def pretrained_translator(
-    options: argparse.Namespace,
-    *,
-    max_length: int | None = None,
-    device: torch.device | str = "cpu",
-) -> Translator:
-    """The model of --model and its tokenizer."""
-    from fastattn.seq2seq.huggingface import translator_from_huggingface
-
-    try:
-        return translator_from_huggingface(
-            options.model,
-            source_language=getattr(options, "source_language", None),
-            target_language=getattr(options, "target_language", None),
-            max_length=max_length,
-            device=device,
-        )
-    except ImportError as error:
-        raise UsageError(str(error)) from error
-
-
-def refuse_languages(options: argparse.Namespace) -> None:
-    for name in ("source_language", "target_language"):
-        if hasattr(options, name):
-            flag = "--" + name.replace("_", "-")
-            raise UsageError(f"{flag} needs --model, got {getattr(options, name)} without it")
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,6 @@ from fastattn.cli.arguments import (
     UsageError,
     add_command,
     add_device,
-    add_pretrained,
     chosen_device,
     chosen_text,
     existing_file,
@@ -27,8 +26,6 @@ from fastattn.cli.arguments import (
     number,
     positive_float,
     positive_int,
-    pretrained_translator,
-    refuse_languages,
     run_folder,
     share,
 )
@@ -57,8 +54,7 @@ def add(commands: Any) -> None:
         description=(
             "Train a translator into a run folder, from tab-separated sentence pairs (source, "
             "target; further columns are ignored, as in Tatoeba's fra.txt). With --resume, "
-            "continue an interrupted run with its own options, or with a larger --steps. With "
-            "--model, fine-tune a model that Hugging Face transformers saved. Ctrl-C "
+            "continue an interrupted run with its own options, or with a larger --steps. Ctrl-C "
             "and SIGTERM save a checkpoint first and print the command that continues."
         ),
     )
@@ -68,12 +64,7 @@ def add(commands: Any) -> None:
         "--resume the text of the run)",
     )  # fmt: skip
     parser.add_argument("--out", type=run_folder, required=True, metavar="RUN", help="run folder")
-    start = parser.add_mutually_exclusive_group()
-    start.add_argument("--resume", action="store_true", help="continue the run in --out")
-    add_pretrained(
-        parser, start,
-        "start from an encoder-decoder of transformers and keep its tokenizer",
-    )  # fmt: skip
+    parser.add_argument("--resume", action="store_true", help="continue the run in --out")
     parser.add_argument(
         "--bleu-sentences", type=natural, default=0, metavar="N",
         help="translate N sentences at every validation, for a BLEU curve (default: %(default)s)",
@@ -137,8 +128,6 @@ def add(commands: Any) -> None:
         help="end of a non-autoregressive translation: a predicted length or the first END token",
     )  # fmt: skip
 
-    model_options = frozenset(fixed)
-
     training = fixed_options("training")
     training(
         "--steps", type=positive_int, default=10_000, metavar="N",
@@ -194,7 +183,7 @@ def add(commands: Any) -> None:
     objective(
         "--sequence-weight", type=share, default=0.9, help="weight of that reward in these updates"
     )
-    parser.set_defaults(fixed_options=fixed, model_options=model_options)
+    parser.set_defaults(fixed_options=fixed)
 
 
 def _run_train(options: argparse.Namespace) -> int:
@@ -206,16 +195,11 @@ def _run_train(options: argparse.Namespace) -> int:
     stop = StopRequest()
     with ranks_of_mesh(options, device, stop) as ranks:
         from fastattn.seq2seq import make_model
-        from fastattn.seq2seq.runs import save_start, start_run
+        from fastattn.seq2seq.runs import start_run
         from fastattn.seq2seq.training import require_trainable
 
         run: Path = options.out
         with input_errors():
-            translator = None
-            if hasattr(options, "model"):
-                translator = _pretrained(options)
-            else:
-                refuse_languages(options)
             if options.resume:
                 _refuse_fixed_options(options)
             # Rank 0 starts the run, and the others open what it has written.
@@ -224,15 +208,13 @@ def _run_train(options: argparse.Namespace) -> int:
             if options.resume or not ranks.first:
                 prepared, files = _continue_run(options)
             else:
-                prepared, files = _new_run(options, device, translator)
+                prepared, files = _new_run(options, device)
             torch.manual_seed(files.training.seed)
-            model = make_model(files.model) if translator is None else translator.model
+            model = make_model(files.model)
             require_trainable(model, files.training, ranks)
         if ranks.first:
             if not options.resume:
                 start_run(run, files)
-                if translator is not None:
-                    save_start(run, files, model, device)
             ranks.wait()
         try:
             return _train(options, model, prepared, files, device, ranks, stop)
@@ -305,20 +287,7 @@ def _train(
     return DONE
 
 
-def _pretrained(options: argparse.Namespace) -> Translator:
-    """The model of --model, which no other option of the model changes except --max-length."""
-    for name, (flag, _) in options.fixed_options.items():
-        if name in options.model_options and name != "max_length" and hasattr(options, name):
-            raise UsageError(
-                f"{flag} cannot be given with --model, which has its own sizes and options, got "
-                f"{getattr(options, name)}"
-            )
-    return pretrained_translator(options, max_length=getattr(options, "max_length", None))
-
-
-def _new_run(
-    options: argparse.Namespace, device: torch.device, translator: Translator | None
-) -> tuple[PreparedText, RunFiles]:
+def _new_run(options: argparse.Namespace, device: torch.device) -> tuple[PreparedText, RunFiles]:
     from fastattn.seq2seq.model import ModelConfig
     from fastattn.seq2seq.runs import RunFiles, default_held_out, prepare_text, require_no_run
     from fastattn.seq2seq.training import TrainingConfig
@@ -333,17 +302,14 @@ def _new_run(
     precision = options.precision
     if precision == "auto":
         precision = "bf16" if device.type == "cuda" else "fp32"
-    if translator is None:
-        model = _config(
-            ModelConfig,
-            options,
-            encoder_layers=options.layers,
-            decoder_layers=options.layers,
-            norm_first=not options.post_norm,
-            tied=not options.untied,
-        )
-    else:
-        model = translator.model.config
+    model = _config(
+        ModelConfig,
+        options,
+        encoder_layers=options.layers,
+        decoder_layers=options.layers,
+        norm_first=not options.post_norm,
+        tied=not options.untied,
+    )
     training = _config(TrainingConfig, options, precision=precision)
     pairs = load_pairs(getattr(options, "data", None))
     held_out = getattr(options, "held_out", default_held_out(pairs))
@@ -352,10 +318,9 @@ def _new_run(
         held_out=held_out,
         seed=options.seed,
         max_length=model.max_length,
-        vocabulary=options.vocabulary if translator is None else translator.tokenizer,
+        vocabulary=options.vocabulary,
     )
-    if translator is None:
-        model = replace(model, vocabulary=prepared.tokenizer.vocabulary)
+    model = replace(model, vocabulary=prepared.tokenizer.vocabulary)
     text = getattr(options, "data", None)
     files = RunFiles(model, training, prepared.tokenizer, prepared.digest, held_out, text)
     return prepared, files

@@ -16,7 +16,6 @@ from fastattn.cli.arguments import (
     UsageError,
     add_command,
     add_device,
-    add_pretrained,
     add_strategy,
     chosen_device,
     chosen_strategy,
@@ -27,8 +26,6 @@ from fastattn.cli.arguments import (
     load_pairs,
     log,
     positive_int,
-    pretrained_translator,
-    refuse_languages,
 )
 
 
@@ -36,18 +33,13 @@ def add_translate(commands: Any) -> None:
     parser = add_command(
         commands,
         "translate",
-        "translate text with a trained run or a model of transformers",
+        "translate text with a trained run",
         _run_translate,
         description=(
-            "Translate each TEXT, or each line of standard input, with a run's best checkpoint, or "
-            "with a model and tokenizer that Hugging Face transformers saved."
+            "Translate each TEXT, or each line of standard input, with a run's best checkpoint."
         ),
     )
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--run", dest="run_folder", type=Path, default=argparse.SUPPRESS, help="run folder"
-    )
-    add_pretrained(parser, source, "folder of an encoder-decoder of transformers")
+    parser.add_argument("--run", dest="run_folder", type=Path, required=True, help="run folder")
     parser.add_argument("text", nargs="*", metavar="TEXT", help="a sentence")
     parser.add_argument(
         "--max-length", type=positive_int, default=argparse.SUPPRESS,
@@ -89,12 +81,7 @@ def _run_translate(options: argparse.Namespace) -> int:
     if hasattr(options, "attention_of") and not hasattr(options, "attention"):
         raise UsageError(f"--attention-of needs --attention, got {options.attention_of} without it")
     strategy = chosen_strategy(options)
-    if hasattr(options, "model"):
-        with input_errors():
-            translator = pretrained_translator(options, device=device)
-    else:
-        refuse_languages(options)
-        translator = load_translator(options.run_folder, device=device)
+    translator = load_translator(options.run_folder, device=device)
     if isinstance(translator.model, NonAutoregressiveTransformer):
         for flag in ("beams", "sample", "prefix"):
             if flag in vars(options):

@@ -458,10 +458,6 @@ class _Changes:
             if self.divides_rows:
                 size = self.place.tensor.size
                 self._note(name, f"takes 1 / {size} of the rows, returns all")
-            if isinstance(stack.norm, nn.Sequential):  # a norm and a dropout
-                for key, child in list(stack.norm.named_children()):
-                    if type(child) is nn.Dropout:
-                        self._set_dropout(f"{name}.norm.{key}", stack.sharding, "rows")
 
     def _set_model(self, parts: TokenModelParts, local: LocalWeights) -> None:
         model, T = self.pieces.model, self.place.tensor
@@ -488,8 +484,6 @@ class _Changes:
             if isinstance(owner, nn.Embedding):
                 owner.__class__ = VocabularyEmbedding
                 owner.group = T  # type: ignore[assignment]
-            if _own(name) in owner._buffers:
-                local.buffers.append((owner, _own(name), lambda x: T.part(x, 0)))
 
     def _set_dropout(self, name: str, sharding: StackSharding, of: str) -> None:
         model, name = self.pieces.model, name.removeprefix(".")

@@ -9,7 +9,6 @@ from fastattn.nn.attention import LengthMaskedMultiheadAttention, MultiheadAtten
 from fastattn.nn.conversion import convert
 from fastattn.nn.decoding import DecoderCache
 from fastattn.nn.feed_forward import GatedActivation, PositionWiseFFN
-from fastattn.nn.heads import set_heads
 from fastattn.nn.linear_attention import LinearAttentionState, LinearMultiheadAttention
 from fastattn.nn.norm import AddNorm, LayerNorm, RMSNorm
 from fastattn.nn.positional import LearnedPositionalEncoding, SinusoidalPositionalEncoding
@@ -54,5 +53,4 @@ __all__ = [
     "TransformerEncoderLayer",
     "convert",
     "set_autocast_residual",
-    "set_heads",
 ]

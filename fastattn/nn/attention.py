@@ -43,17 +43,7 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
     As in torch, `is_causal=True` requires `attn_mask` and is trusted: the op then reads no mask,
     also beside a `key_padding_mask`. With `need_weights=True` context and weights are computed by
     `attention_with_weights`; in training the weights are those after dropout.
-    `fastattn.nn.set_heads` changes the scale of the scores and the size of the heads.
     """
-
-    def why_irreversible(self) -> str | None:
-        if not has_own_heads(self):
-            return None
-        return (
-            f"have num_heads * head_dim = {self.embed_dim} and the scale head_dim ** -0.5 to be "
-            f"torch's {type(self).__name__} again, got {self.num_heads} * {self.head_dim} and "
-            f"{scale_of(self) or self.head_dim**-0.5:.3g}: first revert fastattn.nn.set_heads"
-        )
 
     def forward(
         self,
@@ -78,12 +68,6 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
         if not is_supported(
             self, query, key, value, key_padding_mask, attn_mask, checked=streams.checked
         ):
-            if has_own_heads(self):
-                check_padded_inputs(self, query, key, value, key_padding_mask, attn_mask)
-                raise NotImplementedError(
-                    "attention with its own scale or head size needs plain dense parameters and "
-                    f"inputs of one floating dtype, got {query.dtype}"
-                )
             return super().forward(
                 *given,
                 key_padding_mask=key_padding_mask,
@@ -115,17 +99,6 @@ _PARAMETERS = frozenset(
     ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 )
 _OF_PROJECTIONS = _PARAMETERS | {"out_proj"}
-
-
-def scale_of(module: nn.Module) -> float | None:
-    """The scale of an attention's scores, None if it is head_dim ** -0.5."""
-    return module.__dict__.get("scale")
-
-
-def has_own_heads(module: nn.MultiheadAttention) -> bool:
-    """Whether `set_heads` changed the module, so that torch's functions do not compute it."""
-    own_scale = scale_of(module) not in (None, module.head_dim**-0.5)
-    return own_scale or module.num_heads * module.head_dim != module.embed_dim
 
 
 def projects_alike(attention: Any) -> bool:
@@ -289,10 +262,10 @@ def attend(
     options: `AttentionPositions.score_options`, `block_table`.
     """
     p = float(module.dropout) if module.training else 0.0
-    sharding, scale, stream = sharding_of(module), scale_of(module), streams.take(p, of="heads")
+    sharding, stream = sharding_of(module), streams.take(p, of="heads")
     if (
         sharding is SINGLE
-        and mask is key_lengths is scale is None
+        and mask is key_lengths is None
         and causal in (False, "top_left")
         and 0.0 <= p <= 1.0
         and not options
@@ -314,7 +287,6 @@ def attend(
         mask=mask,
         key_lengths=key_lengths,
         causal=causal,
-        scale=scale,
         dropout_p=p,
         **stream,
         **options,
@@ -338,7 +310,6 @@ def heads_with_weights(
         v,
         average=average,
         mask=mask,
-        scale=scale_of(module),
         dropout_p=p,
         **DropoutStreams(q.device, sharding_of(module)).take(p, of="heads"),
         **scores,

@@ -26,10 +26,6 @@ class DropIn:
 
     replaces: ClassVar[type[nn.Module]]
 
-    def why_irreversible(self) -> str | None:
-        """Why torch's class does not compute this module, phrased to follow "must"."""
-        return None
-
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if DropIn not in cls.__bases__:
@@ -104,8 +100,7 @@ def convert_class(
 def restore(modules: Mapping[str, nn.Module]) -> None:
     """Reverts `convert_class` on these modules, given by name; skips those not converted.
 
-    Raises RuntimeError, and changes nothing, if a module's class was changed after conversion or
-    its previous class does not compute it.
+    Raises RuntimeError, and changes nothing, if a module's class was changed after conversion.
     """
     for name, module in modules.items():
         before = module.__dict__.get(_BEFORE)
@@ -117,8 +112,6 @@ def restore(modules: Mapping[str, nn.Module]) -> None:
                 f"{name or 'the model'} must be fastattn's {converted}, as it was patched, "
                 f"got {type(module).__name__}: first revert the later change of its class"
             )
-        if isinstance(module, DropIn) and (why := module.why_irreversible()) is not None:
-            raise RuntimeError(f"{name or 'the model'} must {why}")
     for module in modules.values():
         before = module.__dict__.pop(_BEFORE, {})
         module.__class__ = before.pop("class", type(module))

@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastattn.functional import Lengths
-from fastattn.nn.attention import project_each, projects_alike, scale_of
+from fastattn.nn.attention import project_each, projects_alike
 from fastattn.nn.feed_forward import GatedActivation
 from fastattn.nn.fusion import DropoutStreams, inherits, is_unmodified
 from fastattn.nn.norm import LayerNorm, RMSNorm
 from fastattn.nn.positional_attention import attention_classes, positions_of
-from fastattn.nn.sharding import SINGLE, ShardedDropout, Sharding, sharding_of
+from fastattn.nn.sharding import SINGLE, Sharding, sharding_of
 
 # Element-wise modules.
 _ACTIVATIONS = (
@@ -140,14 +140,7 @@ def refuse_padding_masks(lengths: str, **masks: Tensor | None) -> None:
 
 
 def can_pack_norm(norm: nn.Module | None) -> bool:
-    """Whether a stack's norm, if there is one, computes the same on packed rows; it may be followed
-    by dropout in an `nn.Sequential`.
-    """
-    if norm is not None and is_unmodified(norm, nn.Sequential):
-        return all(
-            is_unmodified(child, nn.Dropout, ShardedDropout) or can_pack_norm(child)
-            for child in norm  # type: ignore[attr-defined]
-        )
+    """Whether a stack's norm, if there is one, computes the same on packed rows."""
     return norm is None or is_unmodified(norm, nn.LayerNorm, LayerNorm, nn.RMSNorm, RMSNorm)
 
 
@@ -210,7 +203,6 @@ def packed_context(
         queries.longest,
         keys.longest,
         causal="top_left" if causal else False,
-        scale=scale_of(attention),
         dropout_p=p,
         **streams.take(p, of="heads"),
         **scores,

@@ -65,39 +65,16 @@ class _PositionalEncoding(nn.Module):
 class SinusoidalPositionalEncoding(ComputedTable, _PositionalEncoding):
     """Column 2i holds sin(position / 10000^(2i / d_model)), column 2i + 1 the cosine of the same.
 
-    Models of other libraries have variants. halves: all sines come before all cosines (Marian,
-    Pegasus). inclusive: the exponents are i / (d_model / 2 - 1), so that the last one is 1
-    (tensor2tensor, fairseq). first: the position of the first row (fairseq: 2).
-
     The table is a buffer outside the `state_dict`: it follows the module's device but not its
     dtype, and checkpoints do not depend on `max_length`.
     """
 
-    def __init__(
-        self,
-        d_model: int,
-        max_length: int = 4096,
-        dropout: float = 0.0,
-        *,
-        halves: bool = False,
-        inclusive: bool = False,
-        first: int = 0,
-    ) -> None:
+    def __init__(self, d_model: int, max_length: int = 4096, dropout: float = 0.0) -> None:
         super().__init__(d_model, max_length, dropout)
-        if first < 0:
-            raise ValueError(f"first must be at least 0, got {first}")
-        self.halves, self.inclusive, self.first = halves, inclusive, first
         self._register_table()
 
     def _computed(self, device: torch.device | str) -> Tensor:
-        return sinusoids(
-            self.max_length,
-            self.d_model,
-            device,
-            halves=self.halves,
-            inclusive=self.inclusive,
-            first=self.first,
-        )
+        return sinusoids(self.max_length, self.d_model, device)
 
     def forward(self, x: Tensor, *, offset: int | Tensor = 0) -> Tensor:
         """x `[..., S, d_model]` with the rows of its positions added.
@@ -126,24 +103,12 @@ class LearnedPositionalEncoding(_PositionalEncoding):
         return self._add(x, self.weight, offset)
 
 
-def sinusoids(
-    length: int,
-    d_model: int,
-    device: torch.device | str | None = None,
-    *,
-    halves: bool = False,
-    inclusive: bool = False,
-    first: int = 0,
-) -> Tensor:
+def sinusoids(length: int, d_model: int, device: torch.device | str | None = None) -> Tensor:
     """The table of `SinusoidalPositionalEncoding`, fp32 `[length, d_model]`, rounded from fp64."""
-    position = torch.arange(first, first + length, dtype=torch.float64, device=device)[:, None]
+    position = torch.arange(length, dtype=torch.float64, device=device)[:, None]
     even = torch.arange(0, d_model, 2, dtype=torch.float64, device=device)
-    last = max(d_model - 2, 1) if inclusive else d_model
-    angle = position * torch.exp(even * (-math.log(10000.0) / last))  # [length, ceil(d / 2)]
-    sines, cosines = angle.sin(), angle.cos()[:, : d_model // 2]
-    if halves:
-        return torch.cat([sines, cosines], dim=1).float()
+    angle = position * torch.exp(even * (-math.log(10000.0) / d_model))  # [length, ceil(d / 2)]
     table = position.new_empty(length, d_model)
-    table[:, 0::2] = sines
-    table[:, 1::2] = cosines
+    table[:, 0::2] = angle.sin()
+    table[:, 1::2] = angle.cos()[:, : d_model // 2]
     return table.float()

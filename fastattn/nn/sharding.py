@@ -112,8 +112,8 @@ class TokenModelParts:
     """The names that `fastattn.distributed.parallelize` reads of a token model around a
     Transformer.
 
-    transformer: its name. vocabulary: names of the parameters and buffers with a row for each token
-    of a vocabulary. dropouts: names of dropouts outside the Transformer. methods: those that run
+    transformer: its name. vocabulary: names of the parameters with a row for each token of a
+    vocabulary. dropouts: names of dropouts outside the Transformer. methods: those that run
     the model, besides forward. max_length: the largest number of positions, if it is limited.
     refused: mesh dimension, or option of a `Plan`, -> why the model's
     options do not support it, phrased to follow "a model that".

@@ -21,7 +21,6 @@ from .generation import (
     generate,
     greedy_decode,
 )
-from .huggingface import from_huggingface, translator_from_huggingface
 from .losses import guided_attention_loss, label_smoothed_cross_entropy
 from .model import Memory, ModelConfig, Seq2SeqTransformer, record_attention
 from .non_autoregressive import NonAutoregressiveTransformer, make_model
@@ -55,7 +54,6 @@ __all__ = [
     "Translator",
     "bleu",
     "evaluate_run",
-    "from_huggingface",
     "generate",
     "greedy_decode",
     "guided_attention_loss",
@@ -69,7 +67,6 @@ __all__ = [
     "sequential_inputs",
     "token_bleu",
     "train",
-    "translator_from_huggingface",
     "truth_share",
     "warmup_cosine",
 ]

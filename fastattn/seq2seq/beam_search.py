@@ -20,40 +20,30 @@ import torch
 from torch import Tensor
 
 from .continuations import Continuations
+from .data import BEGIN, END, NEVER_CHOSEN
 from .search import FREE, Hypothesis, Request, largest_logits
 
 NEG_INF = float("-inf")
-NORMALIZATIONS = ("gnmt", "tokens")
 
 
 @dataclass(frozen=True)
 class BeamSearch:
-    """Options of beam search; `length_penalty` 0 ranks by probability, larger favours length.
-
-    normalization: "gnmt" divides by ((5 + n) / 6)^length_penalty, "tokens" by n^length_penalty, as
-    in transformers, whose default penalty is 1. `early_stopping` False is the latter's "never".
-    """
+    """Options of beam search; `length_penalty` 0 ranks by probability, larger favours length."""
 
     beams: int = 4
     length_penalty: float = 0.6
     early_stopping: bool = False
-    normalization: str = "gnmt"
 
     def __post_init__(self) -> None:
         if self.beams < 1:
             raise ValueError(f"beams must be at least 1, got {self.beams}")
         if not 0.0 <= self.length_penalty < float("inf"):
             raise ValueError(f"length_penalty must be at least 0, got {self.length_penalty}")
-        if self.normalization not in NORMALIZATIONS:
-            raise ValueError(
-                f"normalization must be one of {NORMALIZATIONS}, got {self.normalization!r}"
-            )
 
 
 def length_factor(length: int | Tensor, options: BeamSearch) -> float | Tensor:
     """The divisor of the log-probability of a hypothesis of `length` tokens."""
-    base = length / 1.0 if options.normalization == "tokens" else (5 + length) / 6
-    return base**options.length_penalty
+    return ((5 + length) / 6) ** options.length_penalty
 
 
 class BeamState:
@@ -64,7 +54,6 @@ class BeamState:
     ) -> None:
         self._continuations = continuations
         self._options = options
-        self._special = continuations.special
         B, K, device = len(request.max_lengths), options.beams, continuations.device
 
         def integers(*shape: int) -> Tensor:
@@ -72,7 +61,6 @@ class BeamState:
 
         self._forces = request.prefixes is not None
         self._forced = integers(steps, B)
-        self._unscored = integers(1)
         self._limits = integers(B)
         self._factors = length_factor(torch.arange(steps + 1), options).to(device)  # type: ignore[union-attr]
         self._largest = torch.empty(B, device=device)  # factor at each sentence's limit
@@ -93,7 +81,6 @@ class BeamState:
     def start(self, request: Request) -> None:
         if self._forces:
             self._forced.copy_(request.forced(len(self._forced)))
-        self._unscored.fill_(request.unscored)
         self._limits.copy_(torch.tensor(request.max_lengths))
         self._largest.copy_(self._factors[self._limits.clamp(min=0)])
         self.rewind()
@@ -101,7 +88,7 @@ class BeamState:
     def rewind(self) -> None:
         self._continuations.rewind()
         self._step.zero_()
-        self._last.fill_(self._special.begin)
+        self._last.fill_(BEGIN)
         # All beams are at BEGIN, so only the first one counts.
         self._scores.fill_(NEG_INF)
         self._scores[:, 0].fill_(0.0)
@@ -111,7 +98,7 @@ class BeamState:
     def step(self) -> None:
         K = self._options.beams
         scores, parents, tokens = self._candidates()  # [B, 2K], best first
-        ends = tokens == self._special.end
+        ends = tokens == END
         length = self._step + 1  # of a hypothesis that ends with this step's token, [1]
         factor = self._factors.index_select(0, length)
 
@@ -142,16 +129,15 @@ class BeamState:
         """The 2K best continuations of each sentence: log-probability, parent, token."""
         K = self._options.beams
         logits = self._continuations.logits(self._last)  # [B, K, V]
-        C = min(2 * K, logits.shape[-1] - len(self._special.never_chosen))
+        C = min(2 * K, logits.shape[-1] - NEVER_CHOSEN.stop)
         # [B, K], [B, K, C] twice
-        logsumexp, best, tokens = largest_logits(logits, C, self._special)
+        logsumexp, best, tokens = largest_logits(logits, C)
         if self._forces:
             forced = self._forced.index_select(0, self._step)[0][:, None, None]  # [B, 1, 1]
             free = forced == FREE
             only = torch.full_like(best, NEG_INF)
             index = forced.clamp(min=0).expand(-1, K, 1)
-            certain = self._step < self._unscored
-            only[..., :1] = torch.where(certain, logsumexp[..., None], logits.gather(-1, index))
+            only[..., :1] = logits.gather(-1, index)
             best, tokens = torch.where(free, best, only), torch.where(free, tokens, forced)
         if C == 1:  # only END: add a second candidate of probability 0
             best = torch.cat([best, torch.full_like(best, NEG_INF)], -1)

@@ -14,14 +14,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .data import SpecialTokens
 from .model import Memory, Seq2SeqTransformer
 
 
 class Continuations(Protocol):
     beams: int
     device: torch.device
-    special: SpecialTokens
 
     def logits(self, tokens: Tensor) -> Tensor:
         """Append `tokens` [B, K] to the beams and return the next logits, fp32 [B, K, V]."""
@@ -46,7 +44,6 @@ class CachedContinuations:
         memory_size: int,
     ) -> None:
         self.beams, self.device = beams, memory.source.device
-        self.special = model.config.special
         self._model = model
         # Only a copying head reads the memory again, from tensors of fixed address.
         self._memory = memory.padded(memory_size) if memory.copy_keys is not None else None
@@ -83,7 +80,6 @@ class PrefixContinuations:
 
     def __init__(self, model: Seq2SeqTransformer, memory: Memory, *, beams: int) -> None:
         self.beams, self.device = beams, memory.source.device
-        self.special = model.config.special
         self._model = model
         self._memory = memory.repeat(beams)
         self._prefix: Tensor

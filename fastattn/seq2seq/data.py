@@ -26,26 +26,11 @@ if TYPE_CHECKING:
     import tokenizers
 
 PAD, BEGIN, END = 0, 1, 2
+NEVER_CHOSEN = slice(END)  # the tokens that no search chooses: PAD and BEGIN
 SPECIAL_TOKENS = ("<pad>", "<begin>", "<end>")
 BYTES = 256
 MINIMUM_VOCABULARY = len(SPECIAL_TOKENS) + BYTES
 MAXIMUM_VOCABULARY = 1 << 24  # the trainer allocates for all of them
-
-
-class SpecialTokens(NamedTuple):
-    """The ids of a vocabulary for padding and for the first and last token of a sentence.
-
-    `begin` is the decoder's first input; in some models it is the token `pad` or `end`.
-    """
-
-    pad: int = PAD
-    begin: int = BEGIN
-    end: int = END
-
-    @property
-    def never_chosen(self) -> list[int]:
-        """The tokens that no search chooses, in ascending order."""
-        return sorted({self.pad, self.begin} - {self.end})
 
 
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # includes all line ends
@@ -172,10 +157,6 @@ class Tokenizer(Protocol):
     def vocabulary(self) -> int:
         """The number of tokens."""
 
-    @property
-    def forced(self) -> list[int]:
-        """The tokens that searches begin with, unscored, such as the target language."""
-
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of target texts, without special tokens."""
 
@@ -256,10 +237,6 @@ class SubwordTokenizer:
         """Return the token ids of `texts` with END."""
         return [[*ids, END] for ids in self.encode_all(texts)]
 
-    @property
-    def forced(self) -> list[int]:
-        return []
-
     def decode(self, ids: Sequence[int]) -> str:
         """Return token ids as one line of text, without special tokens or control characters."""
         return one_line(self._backend.decode(list(ids), skip_special_tokens=True))
@@ -331,45 +308,38 @@ class Batch:
         )
 
 
-def collate(examples: Sequence[Example], special: SpecialTokens | None = None) -> Batch:
-    """special: those of the model, if not PAD, BEGIN and END."""
-    special = special or SpecialTokens()
-    source = pad([e.source for e in examples], special.pad)
+def collate(examples: Sequence[Example]) -> Batch:
+    source = pad([e.source for e in examples])
     return Batch(
         source=source,
-        source_padding=source == special.pad,
-        target_in=pad([[special.begin, *e.target[:-1]] for e in examples], special.pad),
-        target_out=pad([e.target for e in examples], special.pad),
+        source_padding=source == PAD,
+        target_in=pad([[BEGIN, *e.target[:-1]] for e in examples]),
+        target_out=pad([e.target for e in examples]),
         tokens=sum(len(e.source) + len(e.target) for e in examples),
         source_lengths=tuple(len(e.source) for e in examples),
         target_lengths=tuple(len(e.target) for e in examples),
     )
 
 
-def shard(
-    examples: Sequence[Example], rank: int, size: int, special: SpecialTokens | None = None
-) -> list[Example]:
+def shard(examples: Sequence[Example], rank: int, size: int) -> list[Example]:
     """Return the part of a batch for rank `rank` of `size`: consecutive sentences, as many as for
     every other rank. Missing ones are replaced by an empty sentence, whose target is padding.
     """
-    special = special or SpecialTokens()
     rows = -(-len(examples) // size)
     part = list(examples[rank * rows : (rank + 1) * rows])
-    return part + [Example([special.end], [special.pad])] * (rows - len(part))
+    return part + [Example([END], [PAD])] * (rows - len(part))
 
 
-def pad(rows: Sequence[Sequence[int]], filling: int = PAD) -> Tensor:
-    """Return the rows as one int64 tensor, padded on the right."""
+def pad(rows: Sequence[Sequence[int]]) -> Tensor:
+    """Return the rows as one int64 tensor, padded with PAD on the right."""
     width = max(map(len, rows))
-    filled = [[*row, *[filling] * (width - len(row))] for row in rows]
+    filled = [[*row, *[PAD] * (width - len(row))] for row in rows]
     return torch.tensor(filled, dtype=torch.long, device="cpu")
 
 
-def collate_shard(
-    examples: Sequence[Example], part: tuple[int, int], special: SpecialTokens | None = None
-) -> Batch:
+def collate_shard(examples: Sequence[Example], part: tuple[int, int]) -> Batch:
     """Return the `shard` of a batch for `part`, a rank and the number of ranks."""
-    batch = collate(shard(examples, *part, special), special)
+    batch = collate(shard(examples, *part))
     return replace(batch, tokens=sum(len(e.source) + len(e.target) for e in examples))
 
 
@@ -415,13 +385,11 @@ def training_batches(
     token_budget: int,
     seed: int,
     start: Position | None = None,
-    special: SpecialTokens | None = None,
     part: tuple[int, int] = (0, 1),
 ) -> Iterator[tuple[Batch, Position]]:
     """Yield batches without end from `start`, each with the position of the next batch.
 
-    special: as in `collate`. part: rank and number of ranks, of which each gets a `shard` of every
-    batch.
+    part: rank and number of ranks, of which each gets a `shard` of every batch.
     """
     if not examples:
         raise ValueError("examples must hold at least one sentence pair, got none")
@@ -430,5 +398,5 @@ def training_batches(
         plan = plan_batches(examples, token_budget=token_budget, seed=seed, epoch=epoch)
         for number, indices in enumerate(plan[first:], start=first + 1):
             following = Position(epoch, number) if number < len(plan) else Position(epoch + 1)
-            yield collate_shard([examples[i] for i in indices], part, special), following
+            yield collate_shard([examples[i] for i in indices], part), following
         epoch, first = epoch + 1, 0

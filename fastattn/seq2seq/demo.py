@@ -28,7 +28,7 @@ from fastattn.ops import default_device, device_name, versions
 
 from .catalogues import SOURCES, load_catalogue_pairs
 from .checkpoint import read_best, write_atomically
-from .data import Pair, read_pairs
+from .data import BEGIN, Pair, read_pairs
 from .generation import Translator, bleu, chrf
 from .model import ModelConfig, Seq2SeqTransformer, record_attention
 from .plots import Curve, Limit, relative_differences, save_alignment, save_curves, save_heat_maps
@@ -467,7 +467,7 @@ def draw_attention(
     title, (stack, module) = ATTENTION[kind]
     queries = sources if stack == "encoder" else targets
     # The decoder reads what it has written before.
-    begin = translator.tokenizer.tokens([translator.model.config.begin])
+    begin = translator.tokenizer.tokens([BEGIN])
     keys = [*begin, *targets[:-1]] if kind == "decoder" else sources
     layers = [w for name, w in weights.items() if name.startswith(stack) and name.endswith(module)]
     save_heat_maps(path, layers, queries, keys, title)
@@ -490,7 +490,7 @@ def _attention(
     (source_ids,) = tokenizer.encode_sources([source])
     target_ids = tokenizer.encode_targets([target])[0][: model.config.max_length]
     tokens = torch.tensor([source_ids], device=device)
-    shifted = torch.tensor([[model.config.begin, *target_ids[:-1]]], device=device)
+    shifted = torch.tensor([[BEGIN, *target_ids[:-1]]], device=device)
     with torch.no_grad(), record_attention(model) as weights:
         model(tokens, shifted, torch.zeros_like(tokens, dtype=torch.bool))
     by_name = {name: w[0].float() for name, w in weights.items()}

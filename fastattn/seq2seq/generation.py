@@ -25,7 +25,7 @@ from fastattn.nn.transformer import TransformerEncoder
 
 from .beam_search import BeamSearch, BeamState
 from .continuations import CachedContinuations, Continuations, make_continuations
-from .data import Tokenizer, pad, tidy
+from .data import BEGIN, END, PAD, Tokenizer, pad, tidy
 from .model import Seq2SeqTransformer, record_attention
 from .non_autoregressive import NonAutoregressiveTransformer, parallel_decode
 from .sampling import Sampling, SamplingSearch
@@ -135,7 +135,6 @@ def generate(
     max_lengths: Sequence[int],
     strategy: Strategy = GREEDY,
     prefixes: Sequence[Sequence[int]] | None = None,
-    unscored: int = 0,
     numbers: Sequence[int] | None = None,
     return_attention: bool = False,
     use_cache: bool | None = None,
@@ -147,8 +146,7 @@ def generate(
         source, source_padding: [B, S]; padding must be on the right.
         max_lengths: for each source the maximum tokens of its result, END and prefix included.
         strategy: `Greedy()`, `Sampling(...)` or `BeamSearch(...)`.
-        prefixes: for each source the tokens that its result begins with; they count in scores,
-            except the first `unscored` of each, such as a token for the language.
+        prefixes: for each source the tokens that its result begins with; they count in scores.
         numbers: the stream of random numbers for each source in `Sampling`, default 0, 1, 2, ...
         return_attention: return the decoder's attention over the source for the best hypothesis,
             from one more run of the model.
@@ -158,7 +156,7 @@ def generate(
 
     The model must be in eval mode.
     """
-    request = Request(max_lengths, prefixes, unscored)
+    request = Request(max_lengths, prefixes)
     if not len(source) and not max_lengths:
         return []
     _check(model, source, source_padding, request)
@@ -225,9 +223,7 @@ def _check(
                 f"prefixes must not be longer than their max_lengths, got {len(prefix)} tokens "
                 f"for {limit}"
             )
-        if not all(
-            0 <= t < model.config.target_tokens and t not in model.config.special for t in prefix
-        ):
+        if not all(END < t < model.config.vocabulary for t in prefix):
             raise ValueError(f"prefixes must hold ordinary tokens, got {list(prefix)}")
 
 
@@ -302,7 +298,7 @@ def _make_search(
         return BeamState(continuations, strategy, request, steps=steps)
     if isinstance(strategy, Sampling):
         return SamplingSearch(continuations, strategy, request, steps=steps)
-    return SingleSearch(continuations, most_likely(continuations.special), request, steps=steps)
+    return SingleSearch(continuations, most_likely, request, steps=steps)
 
 
 def _with_attention(
@@ -312,11 +308,10 @@ def _with_attention(
     results: list[list[Hypothesis]],
 ) -> list[list[Hypothesis]]:
     """The best hypotheses with the attention of each layer over the source."""
-    special = model.config.special
-    targets = [best.tokens + [special.end] * best.ended for best, *_ in results]
-    shifted = [[special.begin, *tokens[:-1]] for tokens in targets]
+    targets = [best.tokens + [END] * best.ended for best, *_ in results]
+    shifted = [[BEGIN, *tokens[:-1]] for tokens in targets]
     with record_attention(model) as weights:
-        model(source, pad(shifted, special.pad).to(source.device), source_padding)
+        model(source, pad(shifted).to(source.device), source_padding)
     layers = [
         weights[f"decoder.layers.{i}.multihead_attn"] for i in range(model.config.decoder_layers)
     ]
@@ -397,12 +392,7 @@ class Translator:
             )
         allowed = self.model.config.max_length
         sources = self.tokenizer.encode_sources(texts)
-        forced = self.tokenizer.forced
-        begins = None
-        if prefixes is not None:
-            begins = [[*forced, *ids] for ids in self.tokenizer.encode_all(prefixes)]
-        elif forced:
-            begins = [forced] * len(texts)
+        begins = None if prefixes is None else self.tokenizer.encode_all(prefixes)
         for number, ids in enumerate(sources, start=1):
             if len(ids) > allowed:
                 raise ValueError(
@@ -410,28 +400,25 @@ class Translator:
                     f"{texts[number - 1][:60]!r}"
                 )
         limits = [
-            min(allowed, 2 * len(ids) + 8 if max_length is None else max_length + len(forced))
-            for ids in sources
+            min(allowed, 2 * len(ids) + 8 if max_length is None else max_length) for ids in sources
         ]
         device = self.model.embedding.weight.device
         results = [Translation("", None)] * len(texts)
         filled = (i for i, text in enumerate(texts) if tidy(text))
         order = sorted(filled, key=lambda i: len(sources[i]))
-        padding = self.model.config.pad
         was_training = self.model.training
         self.model.eval()
         try:
             for start in range(0, len(order), batch_size):
                 chosen = order[start : start + batch_size]
-                source = pad([sources[i] for i in chosen], padding).to(device)
+                source = pad([sources[i] for i in chosen]).to(device)
                 found = generate(
                     self.model,
                     source,
-                    source == padding,
+                    source == PAD,
                     max_lengths=[limits[i] for i in chosen],
                     strategy=strategy,
                     prefixes=None if begins is None else [begins[i] for i in chosen],
-                    unscored=len(forced),
                     numbers=chosen,
                     return_attention=return_attention,
                     use_cache=use_cache,

@@ -36,19 +36,18 @@ CHUNK = 1 << 23
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
     targets: Tensor,
     *,
     smoothing: float = 0.0,
     ignore_index: int,
 ) -> Tensor:
-    """`label_smoothed_cross_entropy` of the logits `linear(hidden, weight, bias)`, of which only
+    """`label_smoothed_cross_entropy` of the logits `linear(hidden, weight)`, of which only
     those of a part of the rows are in memory at a time. Differentiable once; needs torch >= 2.13.
     """
     hidden, targets = hidden.flatten(0, -2), targets.flatten()
     rows = max(1, CHUNK // len(weight))
     loss: Tensor = F.linear_cross_entropy(
-        hidden, weight, targets, linear_bias=bias, ignore_index=ignore_index,
+        hidden, weight, targets, ignore_index=ignore_index,
         options=nn.LinearCrossEntropyOptions(batch_chunk_size=rows, acc_policy="accurate"),
     )  # fmt: skip
     if not smoothing:
@@ -57,8 +56,6 @@ def linear_cross_entropy(
     kept = targets != ignore_index
     index = targets.where(kept, 0)
     difference = (hidden * (F.embedding(index, weight) - weight.mean(0))).sum(-1)
-    if bias is not None:
-        difference = difference + bias[index] - bias.mean()
     return loss + smoothing * difference.where(kept, 0.0).sum() / kept.sum()
 
 

@@ -27,20 +27,18 @@ from fastattn.nn import (
     LearnedPositionalEncoding,
     RMSNorm,
     SinusoidalPositionalEncoding,
-    T5Positions,
     Transformer,
-    set_heads,
 )
 from fastattn.nn.fusion import is_unmodified, linear
 from fastattn.nn.packing import Packing
 from fastattn.nn.positional_attention import set_positions
 from fastattn.nn.power_norm import PowerNorm, TokenBatchNorm, real_tokens
-from fastattn.nn.relative import AttentionPositions, make_positions
+from fastattn.nn.relative import make_positions
 from fastattn.nn.scoring import SCORES, ScoredMultiheadAttention
 from fastattn.nn.sharding import TokenModelParts, sharding_of
 
 from . import losses
-from .data import PAD, Batch, SpecialTokens
+from .data import END, PAD, Batch
 from .pointer_generator import PointerGenerator
 
 ENCODINGS = {"sinusoidal": SinusoidalPositionalEncoding, "learned": LearnedPositionalEncoding}
@@ -53,7 +51,6 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "silu": nn.SiLU,
     **{name: partial(GatedActivation, name) for name in GatedActivation.functions},
 }
-TYING = (True, False, "embeddings", "target")
 MEMORY_LAYERS = ("last", "same")
 DECODERS = ("autoregressive", "non-autoregressive")
 LENGTHS = ("predictor", "end")
@@ -63,16 +60,15 @@ LENGTHS = ("predictor", "end")
 class ModelConfig:
     """Sizes and options of a model.
 
-    One vocabulary serves both languages, unless `target_vocabulary` is set. `max_length` bounds the
-    tokens of a sentence, END included.
+    One vocabulary serves both languages. `max_length` bounds the tokens of a sentence, END
+    included.
 
     Attributes:
         activation: of the feed-forward networks: "relu", "gelu", "gelu_tanh", "silu", or gated
             "reglu", "geglu", "geglu_tanh", "swiglu", with `ffn_width` columns for gate and up each.
         positions: "sinusoidal" and "learned" are added to the embeddings; "alibi", "t5" and
             "rotary" enter the scores of the self-attentions.
-        tied: source embedding, target embedding and output head share one matrix; False: none do;
-            "embeddings": the first two; "target": the last two.
+        tied: source embedding, target embedding and output head share one matrix.
         memory_layers: which encoder layer each decoder layer reads. "last": the last one, as
             usual; "same": the one with its own index (He et al. 2018).
         norm: "layer" or "rms"; "power" and "batch" normalise over tokens, for comparison.
@@ -81,28 +77,6 @@ class ModelConfig:
         decoder: "non-autoregressive" predicts all target tokens in parallel.
         length: the target length of such a decoder: from a "predictor", or by cutting a result of
             the maximum length at its first "end".
-        pad, begin, end: the ids of the special tokens, see `SpecialTokens`.
-
-    The remaining options, whose defaults are usual, are those of models of other libraries:
-
-        target_vocabulary: number of tokens of the target, default `vocabulary`; the special tokens
-            are common. For `tied` False or "target".
-        sinusoid_halves, sinusoid_inclusive, first_position: of sinusoidal positions, see
-            `fastattn.nn.SinusoidalPositionalEncoding`.
-        shared_positions: one table of learned positions for source and target.
-        relative_buckets, relative_distance: `buckets` and `max_distance` of `T5Positions`.
-        head_dim: default width / heads. attention_scale: default head_dim ** -0.5.
-        bias: whether linear maps and norms have biases.
-        norm_eps: of the norms.
-        final_norm: a norm after the last layer of each stack.
-        final_dropout: dropout after that norm.
-        embedding_scale: factor of the embeddings, default sqrt(width).
-        embedding_norm: a norm of the embeddings, after positions and before dropout.
-        padding_gradient: whether `pad` as an input has a gradient.
-        head_scale: factor of the decoder's output before the output head.
-        head_bias: constants added to the logits, which are not trained.
-        attention_dropout, activation_dropout: of attention weights and of the hidden layer of the
-            feed-forward networks, default `dropout`.
     """
 
     vocabulary: int
@@ -114,7 +88,7 @@ class ModelConfig:
     dropout: float = 0.1
     activation: str = "relu"
     norm_first: bool = True
-    tied: bool | str = True
+    tied: bool = True
     positions: str = "sinusoidal"
     max_length: int = 128
     memory_layers: str = "last"
@@ -123,48 +97,24 @@ class ModelConfig:
     copy: bool = False
     decoder: str = "autoregressive"
     length: str = "predictor"
-    pad: int = 0
-    begin: int = 1
-    end: int = 2
-    target_vocabulary: int | None = None
-    sinusoid_halves: bool = False
-    sinusoid_inclusive: bool = False
-    first_position: int = 0
-    shared_positions: bool = True
-    relative_buckets: int = 32
-    relative_distance: int = 128
-    head_dim: int | None = None
-    attention_scale: float | None = None
-    bias: bool = True
-    norm_eps: float = 1e-5
-    final_norm: bool = True
-    final_dropout: bool = False
-    embedding_scale: float | None = None
-    embedding_norm: bool = False
-    padding_gradient: bool = True
-    head_scale: float = 1.0
-    head_bias: bool = False
-    attention_dropout: float | None = None
-    activation_dropout: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("vocabulary", "width", "heads", "ffn_width", "max_length"):
+        if self.vocabulary <= END:
+            raise ValueError(f"vocabulary must be at least {END + 1}, got {self.vocabulary}")
+        for name in ("width", "heads", "ffn_width", "max_length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("encoder_layers", "decoder_layers"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
-        for name in ("dropout", "attention_dropout", "activation_dropout"):
-            value = getattr(self, name)
-            if value is not None and not 0.0 <= value < 1.0:
-                raise ValueError(f"{name} must lie in [0, 1), got {value}")
-        if self.head_dim is None and self.width % self.heads:
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout must lie in [0, 1), got {self.dropout}")
+        if self.width % self.heads:
             raise ValueError(f"heads must divide width {self.width}, got {self.heads}")
         for name, known in (
             ("activation", tuple(ACTIVATIONS)),
             ("positions", POSITIONS),
             ("memory_layers", MEMORY_LAYERS),
-            ("tied", TYING),
             ("norm", NORMS),
             ("scoring", SCORES),
             ("decoder", DECODERS),
@@ -176,47 +126,11 @@ class ModelConfig:
             raise ValueError(
                 f"scoring must be 'dot' with positions={self.positions!r}, got {self.scoring!r}"
             )
-        if self.head_dim is not None or self.attention_scale is not None:
-            for name, usual in (("scoring", ("dot",)), ("positions", (*ENCODINGS, "t5"))):
-                if getattr(self, name) not in usual:
-                    raise ValueError(
-                        f"{name} must be one of {usual} with head_dim or attention_scale, "
-                        f"got {getattr(self, name)!r}"
-                    )
-        smaller = min(self.vocabulary, self.target_tokens)
-        for name in SpecialTokens._fields:
-            if not 0 <= getattr(self, name) < smaller:
-                raise ValueError(
-                    f"{name} must be a token below vocabulary {smaller}, got {getattr(self, name)}"
-                )
-        if self.target_vocabulary is not None:
-            if self.tied not in (False, "target"):
-                raise ValueError(
-                    f"tied must be False or 'target' with target_vocabulary, got {self.tied!r}"
-                )
-            if self.copy:
-                raise ValueError("copy must be False with target_vocabulary, got True")
-        if self.pad == self.end:
-            raise ValueError(f"end must differ from pad, got {self.end} for both")
-        if self.decoder != "autoregressive" and self.special != SpecialTokens():
-            raise ValueError(
-                f"pad, begin and end must be {tuple(SpecialTokens())} with "
-                f"decoder={self.decoder!r}, got {tuple(self.special)}"
-            )
         if self.positions == "rotary" and self.width // self.heads % 2:
             raise ValueError(
                 f"heads must divide width {self.width} into even parts with positions='rotary', "
                 f"got {self.heads}"
             )
-
-    @property
-    def target_tokens(self) -> int:
-        """The size of the target's vocabulary."""
-        return self.vocabulary if self.target_vocabulary is None else self.target_vocabulary
-
-    @property
-    def special(self) -> SpecialTokens:
-        return SpecialTokens(self.pad, self.begin, self.end)
 
     def memory_numbers(self) -> list[int]:
         """The encoder layer that each decoder layer reads, counted from 1."""
@@ -297,52 +211,32 @@ class Memory:
 class Seq2SeqTransformer(nn.Module):
     """Encoder-decoder over token ids; forward returns the logits of the next target token."""
 
-    head_bias: Tensor
-
     def __init__(
         self, config: ModelConfig, transformer_class: type[nn.Transformer] = Transformer
     ) -> None:
         super().__init__()
         _check_transformer_class(config, transformer_class)
         self.config = config
-        padding = None if config.padding_gradient else config.pad
-        self.embedding = nn.Embedding(config.vocabulary, config.width, padding)
-        if config.tied in (False, "target"):
-            self.target_embedding = nn.Embedding(config.target_tokens, config.width, padding)
-        if config.tied in (False, "embeddings"):
-            self.head = nn.Linear(config.width, config.target_tokens, bias=False)
-        if config.head_bias:
-            self.register_buffer("head_bias", torch.zeros(config.target_tokens))
+        self.embedding = nn.Embedding(config.vocabulary, config.width)
+        if not config.tied:
+            self.target_embedding = nn.Embedding(config.vocabulary, config.width)
+            self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         self.positions = _make_encoding(config)
-        self.target_positions = None if config.shared_positions else _make_encoding(config)
-        if config.embedding_norm:
-            self.source_norm, self.target_norm = (_make_norm(config) for _ in range(2))
         with warnings.catch_warnings():
             # torch warns that norm_first disables its nested tensors, which are not used here.
             warnings.filterwarnings("ignore", message="enable_nested_tensor is True")
             self.transformer = transformer_class(
                 d_model=config.width,
-                # torch requires a divisor of the width.
-                nhead=config.heads if config.head_dim is None else 1,
+                nhead=config.heads,
                 num_encoder_layers=config.encoder_layers,
                 num_decoder_layers=config.decoder_layers,
                 dim_feedforward=config.ffn_width,
                 dropout=config.dropout,
                 activation=config.activation if config.activation in ("relu", "gelu") else "relu",
-                layer_norm_eps=config.norm_eps,
                 batch_first=True,
                 norm_first=config.norm_first,
-                bias=config.bias,
             )
         _use_activation(self.transformer, config)
-        _use_dropout(self.transformer, config)
-        if config.head_dim is not None or config.attention_scale is not None:
-            set_heads(
-                self.transformer,
-                num_heads=config.heads,
-                head_dim=config.head_dim,
-                scale=config.attention_scale,
-            )
         _use_positions(self.transformer, config)
         _use_norm(self.transformer, config)
         _use_scoring(self.transformer, config.scoring)
@@ -368,9 +262,9 @@ class Seq2SeqTransformer(nn.Module):
         if self._reads_last_layer() and self.copying is None:
             sharding = sharding_of(self)
             source, target_in, source_padding, *starts = sharding.batch(
-                source, target_in, source_padding, self.config.pad
+                source, target_in, source_padding, PAD
             )
-            with self._norms_skip_padding(source_padding, target_in != self.config.pad):
+            with self._norms_skip_padding(source_padding, target_in != PAD):
                 hidden = self.transformer(
                     self.embed_source(source, start=starts[0]),
                     self.embed_target(target_in, start=starts[1]),
@@ -425,15 +319,8 @@ class Seq2SeqTransformer(nn.Module):
 
     def head_loss(self, hidden: Tensor, targets: Tensor, smoothing: float) -> Tensor:
         """Return the cross-entropy of the logits of `hidden`, without all logits in memory."""
-        if self.config.head_scale != 1.0:
-            hidden = hidden * self.config.head_scale
         return losses.linear_cross_entropy(
-            hidden,
-            self._head_weight(),
-            self.head_bias if self.config.head_bias else None,
-            targets,
-            smoothing=smoothing,
-            ignore_index=self.config.pad,
+            hidden, self._head_weight(), targets, smoothing=smoothing, ignore_index=PAD
         )
 
     def cannot_pack(self) -> str | None:
@@ -461,17 +348,12 @@ class Seq2SeqTransformer(nn.Module):
         elif self.copying is not None:
             kinds = ("vocabulary", "sequence", "context")
             refused = dict.fromkeys(kinds, "copies source tokens")
-        rows = ("embedding.weight", "target_embedding.weight", "head.weight", "head_bias")
-        known = dict(self.named_parameters(remove_duplicate=False)) | dict(self.named_buffers())
-        dropouts = [
-            f"{name}.dropout"
-            for name in ("positions", "target_positions")
-            if getattr(self, name) is not None
-        ]
+        rows = ("embedding.weight", "target_embedding.weight", "head.weight")
+        known = dict(self.named_parameters())
         return TokenModelParts(
             transformer="transformer",
             vocabulary=tuple(name for name in rows if name in known),
-            dropouts=tuple(dropouts),
+            dropouts=() if self.positions is None else ("positions.dropout",),
             methods=("forward_packed",),
             max_length=self.config.max_length if self.config.positions in ENCODINGS else None,
             refused=refused,
@@ -502,7 +384,7 @@ class Seq2SeqTransformer(nn.Module):
     def decode(self, target_in: Tensor, memory: Memory) -> Tensor:
         """Return the decoder's output [B, T, width] for every prefix of `target_in`."""
         masks = {"tgt_mask": _causal_mask(target_in), "tgt_is_causal": True}
-        real = target_in != self.config.pad
+        real = target_in != PAD
         return self._run_decoder(self.embed_target(target_in), memory, real, masks)
 
     def _run_decoder(
@@ -520,27 +402,22 @@ class Seq2SeqTransformer(nn.Module):
 
     def embed_source(self, source: Tensor, *, start: int | Tensor = 0) -> Tensor:
         """Embed source ids [B, S] at positions `start`, `start + 1`, ..."""
-        norm = self.source_norm if self.config.embedding_norm else None
-        return self._embed(self.embedding, self.positions, norm, source, start=start)
+        return self._embed(self.embedding, source, start=start)
 
     def embed_target(self, target: Tensor, *, start: int | Tensor = 0) -> Tensor:
         """Embed target ids [B, T] at positions `start`, `start + 1`, ...
 
         start: as the `offset` of a positional encoding, an int or a tensor on the device.
         """
-        embedding = self.target_embedding if self._separate_target else self.embedding
-        norm = self.target_norm if self.config.embedding_norm else None
-        positions = self.target_positions or self.positions
-        return self._embed(embedding, positions, norm, target, start=start)
+        embedding = self.embedding if self.config.tied else self.target_embedding
+        return self._embed(embedding, target, start=start)
 
     def logits(self, hidden: Tensor, memory: Memory | None = None) -> Tensor:
         """Return logits [B, T, vocabulary]. A copying head needs the memory, and its logits are
         log-probabilities.
         """
         weight, hidden = self._head_weight(), sharding_of(self).shared(hidden)
-        if self.config.head_scale != 1.0:
-            hidden = hidden * self.config.head_scale
-        logits = linear(hidden, weight, self.head_bias if self.config.head_bias else None)
+        logits = linear(hidden, weight, None)
         if self.copying is None:
             return logits
         if memory is None or memory.copy_keys is None:
@@ -563,33 +440,13 @@ class Seq2SeqTransformer(nn.Module):
                 stack.enter_context(real_tokens(self.transformer.decoder, real_target))
             yield
 
-    @property
-    def _separate_target(self) -> bool:
-        return self.config.tied in (False, "target")
-
     def _head_weight(self) -> Tensor:
-        if self.config.tied in (False, "embeddings"):
-            return self.head.weight
-        return (self.target_embedding if self._separate_target else self.embedding).weight
+        return (self.embedding if self.config.tied else self.head).weight
 
-    def _embed(
-        self,
-        embedding: nn.Embedding,
-        positions: Any,
-        norm: nn.Module | None,
-        tokens: Tensor,
-        *,
-        start: int | Tensor = 0,
-    ) -> Tensor:
-        scale = self.config.embedding_scale
-        scale = math.sqrt(self.config.width) if scale is None else scale
-        x = embedding(tokens)
-        x = x if scale == 1.0 else x * scale
-        if positions is not None:
-            x = positions(x, offset=start)
-            if norm is None:
-                return x  # after dropout
-        x = x if norm is None else norm(x)
+    def _embed(self, embedding: nn.Embedding, tokens: Tensor, *, start: int | Tensor = 0) -> Tensor:
+        x = embedding(tokens) * math.sqrt(self.config.width)
+        if self.positions is not None:
+            return self.positions(x, offset=start)  # after dropout
         return sharding_of(self).dropout(x, self.config.dropout, self.training)
 
 
@@ -601,8 +458,6 @@ def _check_transformer_class(config: ModelConfig, transformer_class: type[nn.Tra
         ("norm", ("layer",)),
         ("scoring", ("dot",)),
         ("positions", tuple(ENCODINGS)),
-        ("head_dim", (None,)),
-        ("attention_scale", (None,)),
     ):
         if getattr(config, name) not in usual:
             # torch's layers read their children's weights directly and would ignore these options.
@@ -619,41 +474,21 @@ def _use_positions(transformer: nn.Transformer, config: ModelConfig) -> None:
     causal = config.decoder == "autoregressive"
     for stack, own in ((transformer.encoder, False), (transformer.decoder, causal)):
         kind: Any = config.positions
-        if kind == "t5":
-            positions: AttentionPositions = T5Positions(
-                config.width,
-                config.heads,
-                causal=own,
-                buckets=config.relative_buckets,
-                max_distance=config.relative_distance,
-            )
-        else:
-            positions = make_positions(kind, config.width, config.heads, causal=own)
+        positions = make_positions(kind, config.width, config.heads, causal=own)
         set_positions(stack, positions)
 
 
 def _make_encoding(config: ModelConfig) -> nn.Module | None:
-    """The positions added to the embeddings, with their dropout unless a norm comes before it."""
-    dropout = 0.0 if config.embedding_norm else config.dropout
-    if config.positions == "learned":
-        return LearnedPositionalEncoding(config.width, config.max_length, dropout)
-    if config.positions != "sinusoidal":
-        return None
-    return SinusoidalPositionalEncoding(
-        config.width,
-        config.max_length,
-        dropout,
-        halves=config.sinusoid_halves,
-        inclusive=config.sinusoid_inclusive,
-        first=config.first_position,
-    )
+    """The positions added to the embeddings, with their dropout."""
+    made = ENCODINGS.get(config.positions)
+    return None if made is None else made(config.width, config.max_length, config.dropout)
 
 
 def _make_norm(config: ModelConfig) -> nn.Module:
     if config.norm == "layer":
-        return LayerNorm(config.width, config.norm_eps, bias=config.bias)
+        return LayerNorm(config.width)
     if config.norm == "rms":
-        return RMSNorm(config.width, config.norm_eps)
+        return RMSNorm(config.width, 1e-5)
     return {"power": PowerNorm, "batch": TokenBatchNorm}[config.norm](config.width)
 
 
@@ -664,31 +499,17 @@ def _use_activation(transformer: nn.Transformer, config: ModelConfig) -> None:
     for layer in (*transformer.encoder.layers, *transformer.decoder.layers):
         layer.activation = ACTIVATIONS[config.activation]()
         if isinstance(layer.activation, GatedActivation):
-            layer.linear1 = nn.Linear(config.width, 2 * config.ffn_width, bias=config.bias)
+            layer.linear1 = nn.Linear(config.width, 2 * config.ffn_width)
             nn.init.xavier_uniform_(layer.linear1.weight)
 
 
-def _use_dropout(transformer: nn.Transformer, config: ModelConfig) -> None:
-    for module in transformer.modules():
-        if config.attention_dropout is not None and isinstance(module, nn.MultiheadAttention):
-            module.dropout = config.attention_dropout
-    if config.activation_dropout is not None:
-        for layer in (*transformer.encoder.layers, *transformer.decoder.layers):
-            layer.dropout.p = config.activation_dropout
-
-
 def _use_norm(transformer: nn.Transformer, config: ModelConfig) -> None:
-    if config.norm != "layer":
-        for parent in list(transformer.modules()):
-            for name, child in list(parent.named_children()):
-                if isinstance(child, nn.LayerNorm):
-                    setattr(parent, name, _make_norm(config))
-    for stack in (transformer.encoder, transformer.decoder):
-        if not config.final_norm:
-            stack.norm = None
-        if config.final_dropout:
-            norms = () if stack.norm is None else (stack.norm,)
-            stack.norm = nn.Sequential(*norms, nn.Dropout(config.dropout))
+    if config.norm == "layer":
+        return
+    for parent in list(transformer.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.LayerNorm):
+                setattr(parent, name, _make_norm(config))
 
 
 def _use_scoring(transformer: nn.Transformer, scoring: str) -> None:

@@ -130,7 +130,7 @@ class Ranks:
         assert self.mesh is not None
         size = self.mesh["tensor"].size() if "tensor" in self.names else 1
         config = model.config
-        odd = config.vocabulary % size or config.target_tokens % size
+        odd = config.vocabulary % size
         return Plan(vocabulary=not (odd or config.copy), sequence=not config.copy)
 
     def clip(self, model: nn.Module, limit: float) -> Tensor:

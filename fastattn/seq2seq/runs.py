@@ -12,14 +12,12 @@ from pathlib import Path
 import torch
 
 from .checkpoint import (
-    TrainingState,
     checkpoint_folder,
     checkpoint_steps,
     load_parameters,
     read_best,
     read_state,
     reading,
-    save_checkpoint,
     write_atomically,
 )
 from .data import (
@@ -35,10 +33,9 @@ from .data import (
 from .generation import Translator, bleu
 from .model import ModelConfig, Seq2SeqTransformer
 from .non_autoregressive import make_model
-from .pretrained_tokenizer import load_tokenizer
 from .progress import counted, waiting
 from .ranks import ONE_PROCESS, Ranks
-from .training import TrainingConfig, make_optimizer, out_of_patience
+from .training import TrainingConfig, out_of_patience
 
 FILES = ("model.json", "training.json", "tokenizer.json", "data.json")
 
@@ -162,17 +159,6 @@ def start_run(run: Path, files: RunFiles) -> None:
     write_atomically(run / "model.json", files.model.to_json())
 
 
-def save_start(run: Path, files: RunFiles, model: Seq2SeqTransformer, device: torch.device) -> None:
-    """Save the parameters that a run starts with, as the checkpoint of update 0.
-
-    Needed if `make_model` does not compute them, as for a model of transformers.
-    """
-    torch.manual_seed(files.training.seed)
-    model.to(device)
-    optimizer = make_optimizer(model, files.training, device)
-    save_checkpoint(run, TrainingState(), model, optimizer, device)
-
-
 def open_run(run: Path) -> RunFiles:
     """Read what `start_run` wrote; DamagedFile names a file with other content."""
     for name in FILES:
@@ -186,10 +172,9 @@ def open_run(run: Path) -> RunFiles:
     with reading(run / "training.json") as path:
         training = TrainingConfig.from_json(path.read_text())
     with reading(run / "tokenizer.json") as path:
-        tokenizer = load_tokenizer(path)
-        known, found = max(model.vocabulary, model.target_tokens), tokenizer.vocabulary
-        if found > known:
-            raise ValueError(f"the model has {known} tokens, the tokenizer {found}")
+        tokenizer = SubwordTokenizer.load(path)
+        if (found := tokenizer.vocabulary) > model.vocabulary:
+            raise ValueError(f"the model has {model.vocabulary} tokens, the tokenizer {found}")
     with reading(run / "data.json") as path:
         data = json.loads(path.read_text())
         text = data.get("text")

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .continuations import Continuations
+from .data import NEVER_CHOSEN
 from .search import Request, SingleSearch
 
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-6, 1e6  # logits divided by them stay finite in fp32
@@ -93,8 +94,7 @@ class SamplingSearch(SingleSearch):
 
         def choose(logits: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
             log_z = logits.logsumexp(dim=-1)
-            for token in continuations.special.never_chosen:
-                logits[:, token].fill_(float("-inf"))
+            logits[:, NEVER_CHOSEN].fill_(float("-inf"))
             return draw(logits, self._uniforms.index_select(0, step)[0], sampling), log_z
 
         super().__init__(continuations, choose, request, steps=steps)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .continuations import make_continuations
-from .data import Batch, SpecialTokens
+from .data import BEGIN, NEVER_CHOSEN, PAD, Batch
 from .model import Seq2SeqTransformer
 
 FORMS = ("sequential", "parallel")
@@ -26,15 +26,15 @@ FORMS = ("sequential", "parallel")
 @torch.no_grad()
 def sequential_inputs(model: Seq2SeqTransformer, batch: Batch, truth_share: float) -> Tensor:
     """Return mixed decoder inputs [B, T]; each token after BEGIN is true with P `truth_share`."""
-    truth, special = batch.target_in, model.config.special
-    keep = _kept(truth, truth_share, special)
+    truth = batch.target_in
+    keep = _kept(truth, truth_share)
     was_training = model.training
     model.eval()
     memory = model.encode(batch.source, batch.source_padding)
     continuations = make_continuations(model, memory, beams=1, max_length=truth.shape[1])
     inputs = truth.clone()
     for t in range(truth.shape[1] - 1):
-        drawn = _draw(continuations.logits(inputs[:, t : t + 1]), special)[:, 0]
+        drawn = _draw(continuations.logits(inputs[:, t : t + 1]))[:, 0]
         inputs[:, t + 1] = torch.where(keep[:, t + 1], truth[:, t + 1], drawn)
     model.train(was_training)
     return inputs
@@ -47,38 +47,37 @@ def parallel_inputs(
     """Return mixed decoder inputs [B, T] after `passes` passes of drawing."""
     if passes < 1:
         raise ValueError(f"passes must be at least 1, got {passes}")
-    truth, special = batch.target_in, model.config.special
-    keep = _kept(truth, truth_share, special)
+    truth = batch.target_in
+    keep = _kept(truth, truth_share)
     was_training = model.training
     model.eval()
     memory = model.encode(batch.source, batch.source_padding)
     inputs = truth
     for _ in range(passes):
         # The tokens of the next position.
-        drawn = _draw(model.logits(model.decode(inputs, memory), memory), special)
-        inputs = torch.where(keep, truth, _shifted(drawn, special.begin))
+        drawn = _draw(model.logits(model.decode(inputs, memory), memory))
+        inputs = torch.where(keep, truth, _shifted(drawn))
     model.train(was_training)
     return inputs
 
 
-def _kept(truth: Tensor, truth_share: float, special: SpecialTokens) -> Tensor:
+def _kept(truth: Tensor, truth_share: float) -> Tensor:
     """Which inputs stay true, bool [B, T]; always BEGIN and padding."""
     if not 0.0 <= truth_share <= 1.0:
         raise ValueError(f"truth_share must lie in [0, 1], got {truth_share}")
     kept = torch.rand(truth.shape, device=truth.device) < truth_share
     kept[:, 0] = True
-    return kept | (truth == special.pad)
+    return kept | (truth == PAD)
 
 
-def _draw(logits: Tensor, special: SpecialTokens) -> Tensor:
+def _draw(logits: Tensor) -> Tensor:
     """One token for each row of logits [B, T, V]; never PAD or BEGIN, as in decoding."""
     logits = logits.float()
-    for token in special.never_chosen:
-        logits[..., token].fill_(float("-inf"))
+    logits[..., NEVER_CHOSEN].fill_(float("-inf"))
     rows = logits.flatten(0, 1).softmax(dim=-1)
     return rows.multinomial(1).view(logits.shape[:-1])
 
 
-def _shifted(drawn: Tensor, begin: int) -> Tensor:
+def _shifted(drawn: Tensor) -> Tensor:
     """Inputs from drawn tokens: the token drawn at position t is the input at t + 1."""
-    return torch.cat([torch.full_like(drawn[:, :1], begin), drawn[:, :-1]], dim=1)
+    return torch.cat([torch.full_like(drawn[:, :1], BEGIN), drawn[:, :-1]], dim=1)

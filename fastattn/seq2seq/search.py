@@ -20,7 +20,7 @@ from torch import Tensor
 from fastattn.functional import topk_logsumexp
 
 from .continuations import Continuations
-from .data import SpecialTokens
+from .data import BEGIN, END, NEVER_CHOSEN, PAD
 
 # Checking whether all sentences have ended synchronises with the GPU.
 STEPS_BETWEEN_END_CHECKS = {"cpu": 1, "cuda": 8}
@@ -29,8 +29,7 @@ FREE = -1  # marks a position where no token is forced
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A translation, without END; `log_probability` includes END if the hypothesis reached it, and
-    excludes tokens that the request does not score.
+    """A translation, without END; `log_probability` includes END if the hypothesis reached it.
 
     score: the value that ranked it, the log-probability under the length penalty, if any. ended:
     False if it was cut at its maximum length. attention: of each decoder layer over the source,
@@ -46,14 +45,10 @@ class Hypothesis:
 
 @dataclass(frozen=True)
 class Request:
-    """The fixed values of each sentence: its maximum length and the tokens that it begins with.
-
-    unscored: the number of first tokens of each prefix that count as certain, probability 1.
-    """
+    """The fixed values of each sentence: its maximum length and the tokens that it begins with."""
 
     max_lengths: Sequence[int]
     prefixes: Sequence[Sequence[int]] | None = None
-    unscored: int = 0
 
     @property
     def limit(self) -> int:
@@ -104,11 +99,9 @@ class SingleSearch:
     ) -> None:
         self._continuations = continuations
         self._choose = choose
-        self._special = continuations.special
         B, device = len(request.max_lengths), continuations.device
         self._forces = request.prefixes is not None
         self._forced = torch.empty(steps, B, dtype=torch.long, device=device)
-        self._unscored = torch.empty(1, dtype=torch.long, device=device)
         self._limits = torch.empty(B, dtype=torch.long, device=device)
         self._step = torch.zeros(1, dtype=torch.long, device=device)
         self._last = torch.empty(B, 1, dtype=torch.long, device=device)
@@ -120,15 +113,14 @@ class SingleSearch:
     def start(self, request: Request) -> None:
         if self._forces:
             self._forced.copy_(request.forced(len(self._forced)))
-        self._unscored.fill_(request.unscored)
         self._limits.copy_(torch.tensor(request.max_lengths))
         self.rewind()
 
     def rewind(self) -> None:
         self._continuations.rewind()
         self._step.zero_()
-        self._last.fill_(self._special.begin)
-        self._tokens.fill_(self._special.pad)
+        self._last.fill_(BEGIN)
+        self._tokens.fill_(PAD)
         self._log_p.zero_()
         torch.le(self._limits, 0, out=self.ended)
 
@@ -139,49 +131,30 @@ class SingleSearch:
             forced = self._forced.index_select(0, self._step)[0]
             token = torch.where(forced == FREE, token, forced)
         log_p = logits.gather(1, token[:, None])[:, 0] - logsumexp
-        if self._forces:
-            log_p = log_p.masked_fill(self._step < self._unscored, 0.0)
         self._log_p.add_(log_p.masked_fill(self.ended, 0.0))
-        token = token.masked_fill(self.ended, self._special.pad)
+        token = token.masked_fill(self.ended, PAD)
         self._tokens.index_copy_(0, self._step, token[None])
         self._last.copy_(token[:, None])
         self._step.add_(1)
-        self.ended.logical_or_((token == self._special.end) | (self._limits <= self._step))
+        self.ended.logical_or_((token == END) | (self._limits <= self._step))
 
     def hypotheses(self) -> list[list[Hypothesis]]:
         results = []
-        end = self._special.end
         for row, log_p in zip(self._tokens.T.tolist(), self._log_p.tolist(), strict=True):
-            stop = next(
-                (i for i, token in enumerate(row) if token in (end, self._special.pad)), len(row)
-            )
-            ended = stop < len(row) and row[stop] == end
+            stop = next((i for i, token in enumerate(row) if token in (END, PAD)), len(row))
+            ended = stop < len(row) and row[stop] == END
             results.append([Hypothesis(row[:stop], log_p, log_p, ended)])
         return results
 
 
-def most_likely(special: SpecialTokens) -> Choose:
+def most_likely(logits: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
     """The rule of greedy search."""
-
-    def choose(logits: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
-        logsumexp, _, tokens = largest_logits(logits, 1, special)
-        return tokens[..., 0], logsumexp
-
-    return choose
+    logsumexp, _, tokens = largest_logits(logits, 1)
+    return tokens[..., 0], logsumexp
 
 
-def largest_logits(
-    logits: Tensor, count: int, special: SpecialTokens
-) -> tuple[Tensor, Tensor, Tensor]:
+def largest_logits(logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """The logsumexp of each row of logits [..., V], and the `count` largest logits of tokens that
     may be chosen, in descending order, with these tokens: [..., count].
     """
-    never = special.never_chosen
-    first = next((i for i, token in enumerate(never) if token != i), len(never))
-    logsumexp, values, tokens = topk_logsumexp(logits, first, count + len(never) - first)
-    if first == len(never):  # those never chosen are the first of the vocabulary
-        return logsumexp, values, tokens
-    for token in never[first:]:
-        values = values.masked_fill(tokens == token, float("-inf"))
-    values, order = values.topk(count, dim=-1)
-    return logsumexp, values, tokens.gather(-1, order)
+    return topk_logsumexp(logits, NEVER_CHOSEN.stop, count)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .data import Batch, pad
+from .data import BEGIN, END, NEVER_CHOSEN, PAD, Batch, pad
 from .generation import GREEDY, generate
 from .model import Seq2SeqTransformer
 from .sampling import Sampling
@@ -54,10 +54,8 @@ def self_critical_loss(
     Samples and greedy translations come from the model in eval mode; the sample's probability is
     computed, with gradient, in the model's own mode.
     """
-    special = model.config.special
     references = [
-        [token for token in row if token not in (special.pad, special.end)]
-        for row in batch.target_out.tolist()
+        [token for token in row if token not in (PAD, END)] for row in batch.target_out.tolist()
     ]
     limits = [min(len(r) + EXTRA_TOKENS, model.config.max_length) for r in references]
     was_training = model.training
@@ -77,17 +75,16 @@ def self_critical_loss(
         reward(sample.tokens, reference) - reward(base.tokens, reference)
         for sample, base, reference in zip(sampled, greedy, references, strict=True)
     ]
-    targets = [sample.tokens + [special.end] * sample.ended for sample in sampled]
+    targets = [sample.tokens + [END] * sample.ended for sample in sampled]
     device = batch.source.device
-    target_in = pad([[special.begin, *target[:-1]] for target in targets], special.pad).to(device)
-    target_out = pad(targets, special.pad).to(device)
+    target_in = pad([[BEGIN, *target[:-1]] for target in targets]).to(device)
+    target_out = pad(targets).to(device)
     logits = model(batch.source, target_in, batch.source_padding).float()
     # PAD and BEGIN are never drawn. In the softmax they would gain the probability that samples
     # worse than the greedy translation lose, and no sample would ever reduce it.
-    never = torch.tensor(special.never_chosen, device=device)
-    logits = logits.index_fill(-1, never, float("-inf"))
-    real = target_out != special.pad
-    index = target_out.where(real, special.end)[..., None]
+    logits[..., NEVER_CHOSEN] = float("-inf")
+    real = target_out != PAD
+    index = target_out.where(real, END)[..., None]
     log_p = logits.log_softmax(dim=-1).gather(-1, index)[..., 0]
     weight = torch.tensor(advantages, device=device)[:, None]
     return -(weight * log_p).where(real, 0.0).sum() / real.sum()

@@ -32,7 +32,7 @@ from .checkpoint import (
     reading,
     write_atomically,
 )
-from .data import Batch, Example, collate_shard, plan_batches, training_batches
+from .data import PAD, Batch, Example, collate_shard, plan_batches, training_batches
 from .losses import guided_attention_loss, label_smoothed_cross_entropy
 from .model import Seq2SeqTransformer, record_attention
 from .non_autoregressive import NonAutoregressiveTransformer, non_autoregressive_loss
@@ -245,7 +245,6 @@ def train(
         token_budget=config.batch_tokens,
         seed=config.seed,
         start=state.position,
-        special=model.config.special,
         part=ranks.part,
     )
     curve = _Curve(first_step=state.step + 1, metrics=metrics)
@@ -481,7 +480,7 @@ def update(
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     optimizer.zero_grad(set_to_none=True)
-    padding = model.config.pad
+    padding = PAD
     counts = ranks.total(torch.stack([(batch.target_out != padding).sum() for batch in batches]))
     all_count = counts.sum()
     total = torch.zeros((), device=all_count.device)
@@ -558,7 +557,7 @@ def cross_entropy(
             outputs, targets = run(batch)
         else:
             outputs = model.hidden(*inputs)[0] if fused else model(*inputs)
-    options: dict[str, Any] = {"smoothing": config.smoothing, "ignore_index": model.config.pad}
+    options: dict[str, Any] = {"smoothing": config.smoothing, "ignore_index": PAD}
     if fused:
         loss = model.head_loss(outputs, targets, config.smoothing)
     elif ranks.mesh is None:
@@ -566,11 +565,11 @@ def cross_entropy(
     else:
         from fastattn.distributed import loss_sum
 
-        count = ranks.total((targets != model.config.pad).sum())
+        count = ranks.total((targets != PAD).sum())
         loss = loss_sum(model, outputs, targets, **options) / count
     if not guided:
         return loss
-    lengths = (batch.target_out != model.config.pad).sum(dim=1), (~batch.source_padding).sum(dim=1)
+    lengths = (batch.target_out != PAD).sum(dim=1), (~batch.source_padding).sum(dim=1)
     guided_losses = [
         guided_attention_loss(layer, *lengths, width=config.guided_width, total=ranks.total)
         for layer in weights.values()
@@ -595,7 +594,7 @@ def validation_loss(
     model.eval()
     total, count = 0.0, 0
     for indices in plan_batches(examples, token_budget=config.batch_tokens):
-        batch = collate_shard([examples[i] for i in indices], ranks.part, model.config.special)
+        batch = collate_shard([examples[i] for i in indices], ranks.part)
         loss = ranks.sum(cross_entropy(model, batch.to(device), config, ranks))
         tokens = sum(len(examples[i].target) for i in indices)
         total += float(loss) * tokens

@@ -1,6 +1,6 @@
 """Models on meshes of four gloo processes: training equals that of one process."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -35,16 +35,29 @@ from fastattn.seq2seq.model import ModelConfig, Seq2SeqTransformer
 from fastattn.testing.compare import compare
 
 pytestmark = needs_distributed
-SMALL = ModelConfig(
+
+
+@dataclass(frozen=True)
+class Config(ModelConfig):
+    """attention_dropout: of attention weights, if not `dropout`."""
+
+    attention_dropout: float | None = None
+
+
+SMALL = Config(
     vocabulary=48, width=16, heads=4, encoder_layers=2, decoder_layers=1, ffn_width=32,
     dropout=0.0, max_length=32,
 )  # fmt: skip
 SMOOTHING, CLIP = 0.1, 0.5
 
 
-def make_model(config: ModelConfig) -> Seq2SeqTransformer:
+def make_model(config: Config) -> Seq2SeqTransformer:
     torch.manual_seed(1)
-    return Seq2SeqTransformer(config)
+    model = Seq2SeqTransformer(config)
+    for module in model.modules():
+        if isinstance(module, nn.MultiheadAttention) and config.attention_dropout is not None:
+            module.dropout = config.attention_dropout
+    return model
 
 
 def batches(count: int, sentences: int = 4) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -68,7 +81,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @cache
-def alone(config: ModelConfig, steps: int) -> tuple[list[float], dict[str, Tensor], Any]:
+def alone(config: Config, steps: int) -> tuple[list[float], dict[str, Tensor], Any]:
     """Losses of one process, its first gradients, and names and shapes of its weights."""
     model = make_model(config)
     optimizer = optimizer_of(model)
@@ -88,7 +101,7 @@ def alone(config: ModelConfig, steps: int) -> tuple[list[float], dict[str, Tenso
 
 
 @cache
-def gradients_in_fp64(config: ModelConfig) -> dict[str, Tensor]:
+def gradients_in_fp64(config: Config) -> dict[str, Tensor]:
     """The first gradients of one process, in fp64."""
     model = make_model(config).double()
     torch.manual_seed(3)
@@ -113,7 +126,7 @@ def shapes_of(model: nn.Module) -> list[tuple[str, torch.Size]]:
     return [(name, x.shape) for name, x in model.state_dict().items()]
 
 
-def shapes_of_parts(config: ModelConfig) -> list[tuple[str, torch.Size]]:
+def shapes_of_parts(config: Config) -> list[tuple[str, torch.Size]]:
     """Names and shapes in checkpoints of any mesh; conversions are exact."""
     plain = make_model(config)
     state = plain.state_dict()
@@ -158,7 +171,7 @@ class Launches(TorchDispatchMode):
 
 def trained_like_one_process(
     sizes: dict[str, int],
-    config: ModelConfig = SMALL,
+    config: Config = SMALL,
     steps: int = 20,
     *,
     packed: bool = False,
@@ -213,19 +226,13 @@ def rotary_positions() -> None:
 def other_models() -> None:
     """Gradients of the first and the second loss, of models with other options."""
     post = replace(SMALL, norm_first=False, activation="swiglu", positions="t5", tied=False)
-    rms = replace(SMALL, norm="rms", positions="alibi", bias=False, tied="target")
-    wide = replace(
-        SMALL, positions="rotary", head_dim=None, target_vocabulary=64, tied="target",
-        head_bias=True, padding_gradient=False, embedding_norm=True, head_scale=0.5,
-    )  # fmt: skip
-    learned = replace(
-        SMALL, positions="learned", shared_positions=False, final_norm=False, activation="gelu",
-        tied="embeddings", head_dim=6,
-    )  # fmt: skip
+    rms = replace(SMALL, norm="rms", positions="alibi")
+    rotary = replace(SMALL, positions="rotary", tied=False)
+    learned = replace(SMALL, positions="learned", activation="gelu")
     both = {"data": 2, "tensor": 2}
     trained_like_one_process(both, post, 2)
     trained_like_one_process(both, rms, 2, sequence=False)
-    trained_like_one_process(both, wide, 2, vocabulary=False)
+    trained_like_one_process(both, rotary, 2, vocabulary=False)
     trained_like_one_process({"tensor": 2, "data": 2}, learned, 2)
     copying = replace(
         SMALL, copy=True, memory_layers="same", activation="geglu_tanh", vocabulary=50
@@ -237,7 +244,7 @@ def other_models() -> None:
     trained_like_one_process({"data": 4}, learned, 2, packed=True)
     trained_like_one_process(crossed, post, 2, sequence=False)
     trained_like_one_process(crossed, rms, 2, context="all_to_all")
-    trained_like_one_process(crossed, wide, 2)
+    trained_like_one_process(crossed, rotary, 2)
     trained_like_one_process({"context": 2, "data": 2}, learned, 2)
 
 
@@ -363,7 +370,7 @@ def gathered(x: Tensor) -> Tensor:
 
 def other_dropouts() -> None:
     """Values that processes share have the same bits, others do not; in evaluation none drops."""
-    config = replace(SMALL, dropout=0.5, final_dropout=True, norm="rms", embedding_norm=True)
+    config = replace(SMALL, dropout=0.5, norm="rms")
     (batch,) = batches(1)
     for sequence, places in ((True, 4), (False, 2)):
         model = make_model(config)
@@ -379,11 +386,9 @@ def other_dropouts() -> None:
         loss = hidden.square().mean()
         loss.backward()
         assert len(gathered(torch.randint(1 << 60, (1,))).unique()) == 1
-    positions = replace(config, embedding_norm=False)
-    whole_model, model = (make_model(positions).eval() for _ in range(2))
+    whole_model, model = (make_model(config).eval() for _ in range(2))
     report = dict(parallelize(model, mesh_of(context=2, tensor=2)).rows)
     assert report["positions.dropout"] == "dropout of this process's tokens"
-    assert report["transformer.decoder.norm.1"] == "dropout of this process's rows"
     expected = label_smoothed_cross_entropy(
         forward(whole_model, batch, False)[0], batch[2], ignore_index=0
     )

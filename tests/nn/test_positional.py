@@ -71,22 +71,3 @@ def test_positions_from_the_meta_device(kind):
     if kind is fnn.SinusoidalPositionalEncoding:
         assert torch.equal(added, kind(E, 10)(torch.zeros(1, 4, E)))
     assert added.isfinite().all() and added.abs().max() <= 1.0
-
-
-@pytest.mark.parametrize("size", [6, 8])
-def test_variants_of_sinusoids(size):
-    half = size // 2
-    module = fnn.SinusoidalPositionalEncoding(size, 9, halves=True, inclusive=True, first=2)
-    for position in range(9):
-        for i in range(half):
-            angle = (position + 2) / 10000 ** (i / (half - 1))
-            got = module.table[position, i].item(), module.table[position, half + i].item()
-            assert got == pytest.approx((math.sin(angle), math.cos(angle)), abs=1e-6)
-    plain, halves = sinusoids(9, size), sinusoids(9, size, halves=True)
-    assert torch.equal(halves, torch.cat([plain[:, 0::2], plain[:, 1::2]], dim=1))
-    table = module.table.clone()
-    module.table.zero_()
-    module.reset_parameters()
-    assert torch.equal(module.table, table)
-    with pytest.raises(ValueError, match="first must be at least 0, got -1"):
-        fnn.SinusoidalPositionalEncoding(size, first=-1)

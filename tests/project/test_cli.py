@@ -77,7 +77,7 @@ def test_help_imports_nothing_that_only_commands_need():
         (["train", "--out=x", "--warmup-steps=-1"], "must be an integer of at least 0, got '-1'"),
         (["train", "--out=x", "--data=nowhere"], "--data: must be an existing file, got 'nowhere'"),
         (["train"], "the following arguments are required: --out"),
-        (["translate", "ka"], "one of the arguments --run --model is required"),
+        (["translate", "ka"], "the following arguments are required: --run"),
         (["demo", "--steps=many"], "--steps: must be a positive integer, got 'many'"),
         (["info", "--device=abacus"], "--device: must be cpu, cuda or cuda:NUMBER, got 'abacus'"),
         (["check", "--device=gpu"], "--device: must be cpu, cuda or cuda:NUMBER, got 'gpu'"),

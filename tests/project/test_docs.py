@@ -33,7 +33,7 @@ WITH_PYTHON = [page for page in [ROOT / "README.md", *PAGES] if blocks(page)]
     ],
 )
 def test_python_blocks_run(page, capsys, monkeypatch):
-    if page.stem in ("modules", "pretrained"):
+    if page.stem == "modules":
         pytest.importorskip("transformers")
     if page.stem == "compile":
         pytest.importorskip("onnxruntime")

@@ -148,7 +148,7 @@ def test_inputs_are_drawn_from_the_models_distribution(monkeypatch):
     model = small_model(tied=False, seed=7).train()
     batch = collate(random_examples(6))
     monkeypatch.setattr(
-        scheduled_sampling, "_draw", lambda logits, _: logits[..., END:].argmax(-1) + END
+        scheduled_sampling, "_draw", lambda logits: logits[..., END:].argmax(-1) + END
     )
     drawn = scheduled_sampling.sequential_inputs(model, batch, 0.0)
     assert model.training

@@ -22,22 +22,68 @@ from torch import Tensor, nn
 
 import fastattn
 from examples import common
-from fastattn.nn.linear_attention import linear_attention
 from fastattn.seq2seq.progress import Progress
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 WINDOW = 128
+# Positions whose pairs are computed as a matrix product; the sums are carried from one chunk to the
+# next.
+CHUNK = 64
 
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return fastattn.attention(q, k, v, causal=True)
 
 
-def causal_linear_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return linear_attention(q, k, v, causal=True)
+def linear_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The causal context `[B, H, S, D]` of q, k and v `[B, H, S, D]`, all positions in parallel."""
+    return _divided(_causal_sums(phi(q), phi(k), _with_ones(v)))
 
 
-FORMS = {"softmax": softmax_attention, "linear": causal_linear_attention}
+def linear_step(q: Tensor, k: Tensor, v: Tensor, sums: Tensor) -> Tensor:
+    """The context of the next positions, after a prefix whose sums of phi(k) [v, 1] are `sums`
+    `[B, H, D, D + 1]`, to which those of the positions are added.
+    """
+    q, k, v = phi(q), phi(k), _with_ones(v)
+    if q.shape[2] == 1:
+        return _divided(q @ sums.add_(k.mT * v))
+    found = _divided(_causal_sums(q, k, v) + q @ sums)
+    sums.add_(k.mT @ v)
+    return found
+
+
+def phi(x: Tensor) -> Tensor:
+    """elu(x) + 1; exp(x) for negative x, where adding 1 to elu would round."""
+    return torch.where(x > 0.0, x + 1.0, x.clamp(max=0.0).exp())
+
+
+def _with_ones(v: Tensor) -> Tensor:
+    """v with a last column of ones, whose sum is that of the weights."""
+    return F.pad(v, (0, 1), value=1.0)
+
+
+def _divided(sums: Tensor) -> Tensor:
+    return sums[..., :-1] / sums[..., -1:]
+
+
+def _causal_sums(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """sum_{j <= i} (q_i k_j) v_j of q, k `[B, H, S, D]` and v `[B, H, S, D + 1]`.
+
+    Within a chunk it is a masked product of CHUNK² pairs; what comes before a chunk is one sum.
+    """
+    S = q.shape[2]
+    chunks = -(-S // CHUNK)
+    q, k, v = (
+        F.pad(x, (0, 0, 0, chunks * CHUNK - S)).unflatten(2, (chunks, CHUNK)) for x in (q, k, v)
+    )  # [B, H, chunks, CHUNK, D]
+    sums = k.mT @ v  # [B, H, chunks, D, D + 1]
+    # Not `sums.cumsum(2) - sums`, whose rounding errors grow with the keys of the chunk itself.
+    before = F.pad(sums[:, :, :-1].cumsum(dim=2), (0, 0, 0, 0, 1, 0))
+    out = q @ before + (q @ k.mT).tril() @ v
+    return out.flatten(2, 3)[:, :, :S]
+
+
+FORMS = {"softmax": softmax_attention, "linear": linear_attention}
 
 
 def time_against_length(longest: int) -> dict[str, list[float]]:

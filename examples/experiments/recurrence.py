@@ -14,6 +14,7 @@ from torch import Tensor
 import fastattn
 from examples import common
 from examples.experiments.experiment import Check, Experiment, Settings, Values, plain
+from examples.linear_attention import linear_attention, linear_step
 from fastattn import nn as fnn
 from fastattn.seq2seq.progress import Progress
 
@@ -21,16 +22,29 @@ HEADS, HEAD_DIM = 8, 64
 PREFIXES = (16, 64, 256, 1024, 4096, 16384)
 
 
+def heads_of(module: fnn.MultiheadAttention, x: Tensor) -> tuple[Tensor, ...]:
+    """q, k and v `[B, H, S, D]` of x `[B, S, E]`."""
+    projected = F.linear(x, module.in_proj_weight, module.in_proj_bias)
+    return projected.unflatten(-1, (3, HEADS, HEAD_DIM)).permute(2, 0, 3, 1, 4).unbind()
+
+
+def joined(module: fnn.MultiheadAttention, heads: Tensor) -> Tensor:
+    return module.out_proj(heads.transpose(1, 2).flatten(-2))  # type: ignore[union-attr]
+
+
+def recurrent_step(module: fnn.MultiheadAttention, x: Tensor, sums: Tensor) -> Tensor:
+    """Linear self-attention of the positions after a prefix with these sums."""
+    return joined(module, linear_step(*heads_of(module, x), sums))
+
+
 def cached_step(module: fnn.MultiheadAttention, x: Tensor, cache: Tensor, length: int) -> Tensor:
     """Softmax self-attention of the position after a prefix of `length`; cache
     `[2, 1, H, capacity, D]`.
     """
-    projected = F.linear(x, module.in_proj_weight, module.in_proj_bias)
-    q, k, v = projected.view(1, 1, 3, HEADS, HEAD_DIM).permute(2, 0, 3, 1, 4)  # [1, H, 1, D] each
+    q, k, v = heads_of(module, x)
     cache[0, :, :, length], cache[1, :, :, length] = k[:, :, 0], v[:, :, 0]
     keys, values = cache[:, :, :, : length + 1]
-    heads = fastattn.attention(q, keys, values)
-    return module.out_proj(heads.transpose(1, 2).flatten(-2))  # type: ignore[union-attr]
+    return joined(module, fastattn.attention(q, keys, values))
 
 
 def milliseconds(calls: Sequence[Callable[[], object]], rounds: int) -> list[float]:
@@ -59,14 +73,14 @@ def milliseconds(calls: Sequence[Callable[[], object]], rounds: int) -> list[flo
 def measure(settings: Settings) -> Values:
     torch.manual_seed(settings.seed)
     size = HEADS * HEAD_DIM
-    linear = fnn.LinearMultiheadAttention(size, HEADS).eval()
-    softmax = fnn.MultiheadAttention(size, HEADS, batch_first=True).eval()
+    module = fnn.MultiheadAttention(size, HEADS, batch_first=True).eval()
+    shape = HEADS, HEAD_DIM, HEAD_DIM + 1
     x = torch.randn(2, settings.choose(600, 70), size)
-    state = linear.init_state(2)
-    steps = torch.cat([linear.step(row, state) for row in x.split(1, dim=1)], dim=1)
-    whole = linear(x, x, x, causal=True)
-    exact = copy.deepcopy(linear).double()
-    expected = exact(*[x.double()] * 3, causal=True)
+    sums = torch.zeros(2, *shape)
+    steps = torch.cat([recurrent_step(module, row, sums) for row in x.split(1, dim=1)], dim=1)
+    whole = joined(module, linear_attention(*heads_of(module, x)))
+    exact = copy.deepcopy(module).double()
+    expected = joined(exact, linear_attention(*heads_of(exact, x.double())))
     error = {
         "steps": (steps - expected).abs().max().item() / expected.abs().max().item(),
         "parallel": (whole - expected).abs().max().item() / expected.abs().max().item(),
@@ -75,13 +89,13 @@ def measure(settings: Settings) -> Values:
     values: Values = {"error": error, "prefix": list(prefixes), "bytes": [], "bytes softmax": []}
     token, calls, cached_calls = torch.randn(1, 1, size), [], []
     for prefix in prefixes:
-        state = linear.init_state(1)
-        linear.step(torch.randn(1, prefix, size), state)
+        sums = torch.zeros(1, *shape)
+        recurrent_step(module, torch.randn(1, prefix, size), sums)
         cache = torch.randn(2, 1, HEADS, prefix + 1, HEAD_DIM)
-        values["bytes"].append(state.sums.nbytes)
+        values["bytes"].append(sums.nbytes)
         values["bytes softmax"].append(cache.nbytes)
-        calls.append(functools.partial(linear.step, token, state))
-        cached_calls.append(functools.partial(cached_step, softmax, token, cache, prefix))
+        calls.append(functools.partial(recurrent_step, module, token, sums))
+        cached_calls.append(functools.partial(cached_step, module, token, cache, prefix))
     times = milliseconds([*calls, *cached_calls], settings.choose(20, 2))
     values["ms"], values["ms softmax"] = times[: len(calls)], times[len(calls) :]
     return values

@@ -9,7 +9,6 @@ from fastattn.nn.attention import LengthMaskedMultiheadAttention, MultiheadAtten
 from fastattn.nn.conversion import convert
 from fastattn.nn.decoding import DecoderCache
 from fastattn.nn.feed_forward import GatedActivation, PositionWiseFFN
-from fastattn.nn.linear_attention import LinearAttentionState, LinearMultiheadAttention
 from fastattn.nn.norm import AddNorm, LayerNorm, RMSNorm
 from fastattn.nn.positional import LearnedPositionalEncoding, SinusoidalPositionalEncoding
 from fastattn.nn.positional_attention import PositionalMultiheadAttention
@@ -34,8 +33,6 @@ __all__ = [
     "LayerNorm",
     "LearnedPositionalEncoding",
     "LengthMaskedMultiheadAttention",
-    "LinearAttentionState",
-    "LinearMultiheadAttention",
     "MultiheadAttention",
     "PositionWiseFFN",
     "PositionalMultiheadAttention",

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from fastattn.cli import demo, info, train, translate
 from fastattn.cli.arguments import DONE, WRONG_INPUT, Parser
 from fastattn.cli.errors import report
-from fastattn.cli.torchrun import show_error_of_machine, silence_other_ranks
 
 EPILOG = """\
 exit codes: 0 success, 1 a check failed, nothing could be checked or training diverged, 2 wrong
@@ -25,7 +24,6 @@ output pipe was closed, 143 terminated
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    silence_other_ranks()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = make_parser(arguments)
     options = parser.parse_args(arguments, argparse.Namespace(arguments=arguments))
@@ -47,7 +45,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
         return status
     except (Exception, KeyboardInterrupt) as error:
-        show_error_of_machine()
         code = report(error, options.command)
         if code is None:
             raise

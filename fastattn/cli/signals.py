@@ -13,7 +13,6 @@ from pathlib import Path
 from types import FrameType
 
 from fastattn.cli.arguments import log
-from fastattn.cli.torchrun import is_other_rank, mesh_words, torchrun_command
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 NOTICE = b"\nfastattn: stopping after this update; a second signal ends without saving\n"
@@ -52,16 +51,13 @@ class StopRequest:
     def _record(self, number: int, frame: FrameType | None) -> None:
         self._number = number
         self.__exit__()
-        if not is_other_rank():
-            os.write(2, NOTICE)  # print cannot be called while it runs
+        os.write(2, NOTICE)  # print cannot be called while it runs
 
 
 def tell_how_to_resume(run: Path, options: argparse.Namespace) -> None:
     """Print the command that continues a run of `fastattn train` or `fastattn demo`."""
     given = vars(options)
-    mesh = given.get("mesh")
-    words = [*torchrun_command(mesh), "train", "--resume", "--out", str(run)]
-    words += mesh_words(mesh) if mesh else []
+    words = ["fastattn", "train", "--resume", "--out", str(run)]
     for name in ("device", "threads", "bleu_sentences"):
         if given.get(name):
             words += [f"--{name.replace('_', '-')}", str(given[name])]

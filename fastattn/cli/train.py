@@ -30,7 +30,6 @@ from fastattn.cli.arguments import (
     share,
 )
 from fastattn.cli.signals import StopRequest, tell_how_to_resume
-from fastattn.cli.torchrun import add_mesh, local_device, ranks_of_mesh
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from fastattn.seq2seq.data import Pair
     from fastattn.seq2seq.generation import Translator
     from fastattn.seq2seq.model import ModelConfig, Seq2SeqTransformer
-    from fastattn.seq2seq.ranks import Ranks
     from fastattn.seq2seq.runs import PreparedText, RunFiles
     from fastattn.seq2seq.training import TrainingConfig
 
@@ -71,7 +69,6 @@ def add(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     add_device(parser)
-    add_mesh(parser)
 
     fixed: dict[str, tuple[str, Any]] = {}
 
@@ -190,37 +187,27 @@ def _run_train(options: argparse.Namespace) -> int:
     import torch
 
     device = chosen_device(options)
-    if options.mesh is not None:
-        device = local_device(device, hasattr(options, "device"))
-    stop = StopRequest()
-    with ranks_of_mesh(options, device, stop) as ranks:
-        from fastattn.seq2seq import make_model
-        from fastattn.seq2seq.runs import start_run
-        from fastattn.seq2seq.training import require_trainable
+    from fastattn.seq2seq import make_model
+    from fastattn.seq2seq.runs import start_run
+    from fastattn.seq2seq.training import require_trainable
 
-        run: Path = options.out
-        with input_errors():
-            if options.resume:
-                _refuse_fixed_options(options)
-            # Rank 0 starts the run, and the others open what it has written.
-            if not ranks.first:
-                ranks.wait()
-            if options.resume or not ranks.first:
-                prepared, files = _continue_run(options)
-            else:
-                prepared, files = _new_run(options, device)
-            torch.manual_seed(files.training.seed)
-            model = make_model(files.model)
-            require_trainable(model, files.training, ranks)
-        if ranks.first:
-            if not options.resume:
-                start_run(run, files)
-            ranks.wait()
-        try:
-            return _train(options, model, prepared, files, device, ranks, stop)
-        except KeyboardInterrupt:
-            tell_how_to_resume(run, options)
-            raise
+    run: Path = options.out
+    with input_errors():
+        if options.resume:
+            _refuse_fixed_options(options)
+            prepared, files = _continue_run(options)
+        else:
+            prepared, files = _new_run(options, device)
+        torch.manual_seed(files.training.seed)
+        model = make_model(files.model)
+        require_trainable(model, files.training)
+    if not options.resume:
+        start_run(run, files)
+    try:
+        return _train(options, model, prepared, files, device)
+    except KeyboardInterrupt:
+        tell_how_to_resume(run, options)
+        raise
 
 
 def _train(
@@ -229,8 +216,6 @@ def _train(
     prepared: PreparedText,
     files: RunFiles,
     device: torch.device,
-    ranks: Ranks,
-    stop: StopRequest,
 ) -> int:
     from fastattn.seq2seq.plots import Curve, save_curves
     from fastattn.seq2seq.progress import counted
@@ -246,21 +231,18 @@ def _train(
     )
     score = None
     if options.bleu_sentences:
-        score = validation_bleu(prepared, options.bleu_sentences, ranks)
-    with stop:
+        score = validation_bleu(prepared, options.bleu_sentences)
+    with StopRequest() as stop:
         result = train(
             model, prepared.train, prepared.valid, files.training,
             device=device, run=run, resume=options.resume, score=score, should_stop=stop,
-            ranks=ranks,
         )  # fmt: skip
     updates = result.first_step + len(result.losses) - 1
     if result.interrupted:
         log(f"interrupted after update {updates:,} of {files.training.steps:,}, saved in {run}")
         tell_how_to_resume(run, options)
-        return ranks.highest(stop.exit_code)  # a signal may have reached one rank alone
-    scores = _score(load_translator(run, device=device), prepared.test, ranks)
-    if not ranks.first:
-        return DONE
+        return stop.exit_code
+    scores = _score(load_translator(run, device=device), prepared.test)
     rows = read_metrics(run / "metrics.jsonl")
     points = {
         name: [(row["step"], row[name]) for row in rows if name in row]
@@ -361,14 +343,13 @@ def _continue_run(options: argparse.Namespace) -> tuple[PreparedText, RunFiles]:
     return prepared, files
 
 
-def _score(translator: Translator, test: Sequence[Pair], ranks: Ranks) -> dict[str, Any]:
+def _score(translator: Translator, test: Sequence[Pair]) -> dict[str, Any]:
     from fastattn.seq2seq.generation import bleu
     from fastattn.seq2seq.progress import Progress
 
     sources, references = zip(*test, strict=True)
-    own = ranks.share(sources)
-    with Progress("translating the test part", len(own), unit="sentences") as progress:
-        translations = ranks.join(translator.translate(own, notify=progress.update))
+    with Progress("translating the test part", len(sources), unit="sentences") as progress:
+        translations = translator.translate(sources, notify=progress.update)
     score = bleu(translations, references)
     return {
         "bleu": score.score,

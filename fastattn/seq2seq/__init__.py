@@ -3,10 +3,9 @@
 `model` joins embeddings, positions, a Transformer and an output head, `pointer_generator` adds
 copying, `non_autoregressive` predicts all tokens in parallel; `data` converts sentence pairs to
 batches, `catalogues` downloads the default text. `training` and `checkpoint` run updates, with
-`losses`, `schedules`, `scheduled_sampling` and `sequence_training`, in one process or in those of a
-mesh (`ranks`, `sharded`); `runs` loads a run, `evaluation` compares runs. `generation` decodes,
-with the searches of `search`, `sampling` and `beam_search`; their steps are `continuations`. `demo`
-shows all of it.
+`losses`, `schedules`, `scheduled_sampling` and `sequence_training`; `runs` loads a run,
+`evaluation` compares runs. `generation` decodes, with the searches of `search`, `sampling` and
+`beam_search`; their steps are `continuations`. `demo` shows all of it.
 """
 
 from .beam_search import BeamSearch
@@ -25,7 +24,6 @@ from .losses import guided_attention_loss, label_smoothed_cross_entropy
 from .model import Memory, ModelConfig, Seq2SeqTransformer, record_attention
 from .non_autoregressive import NonAutoregressiveTransformer, make_model
 from .pointer_generator import PointerGenerator
-from .ranks import Ranks
 from .runs import load_translator, prepare_text
 from .sampling import Sampling
 from .scheduled_sampling import parallel_inputs, sequential_inputs
@@ -45,7 +43,6 @@ __all__ = [
     "NonAutoregressiveTransformer",
     "PointerGenerator",
     "Programs",
-    "Ranks",
     "Sampling",
     "Seq2SeqTransformer",
     "TrainingConfig",

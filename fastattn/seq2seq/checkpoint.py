@@ -8,7 +8,6 @@ and folders `checkpoints/step-00000400/` with
     state.json          the update count, the position in the data, the best validation
 
 A checkpoint is written under a temporary name and renamed when complete; nothing is pickled. The
-files hold whole tensors, whatever the mesh of the run, so that any number of processes continues.
 """
 
 from __future__ import annotations
@@ -22,16 +21,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from .data import Position
-from .ranks import ONE_PROCESS, Ranks
-
-if TYPE_CHECKING:
-    from .sharded import SavedShards
 
 CHECKPOINTS = "checkpoints"
 BEST = "best.json"
@@ -95,58 +89,12 @@ def _umask() -> int:
     return mask
 
 
-class Checkpoints:
-    """Writes the checkpoints of a run: at once in one process, in the background on a mesh.
-
-    Within its `with` block; leaving it waits for the last one.
-    """
-
-    def __init__(self, run: Path, *, keep: int, device: torch.device, ranks: Ranks) -> None:
-        self._run, self._keep, self._device, self._ranks = run, keep, device, ranks
-        self._writing: SavedShards | None = None
-
-    def start(self, state: TrainingState) -> None:
-        """Create the run's folder, or clean up after a run that was killed."""
-        if self._ranks.first:
-            self._run.mkdir(parents=True, exist_ok=True)
-            if state.best is not None:
-                write_best(self._run, state.best)
-            delete_unfinished(self._run)
-        self._ranks.wait()
-
-    def save(
-        self, state: TrainingState, model: nn.Module, optimizer: torch.optim.Optimizer
-    ) -> None:
-        self.wait()
-        generators = generator_states(self._device)
-
-        def write(tensors: dict[str, Tensor]) -> None:
-            write_checkpoint(self._run, state, tensors | generators)
-            if state.best is not None:
-                write_best(self._run, state.best)
-            prune_checkpoints(self._run, keep=self._keep)
-
-        tensors = training_tensors(model, optimizer)
-        if self._ranks.mesh is None:
-            write(tensors)
-            return
-        from .sharded import SavedShards
-
-        name = f".{checkpoint_folder(self._run, state.step).name}-shards"
-        self._writing = SavedShards(tensors, self._run / CHECKPOINTS / name, write, self._ranks)
-
-    def wait(self) -> None:
-        """Wait for the checkpoint that is being written."""
-        if self._writing is not None:
-            self._writing.wait()
-            self._writing = None
-
-    def __enter__(self) -> Checkpoints:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is None:
-            self.wait()
+def prepare_folder(run: Path, state: TrainingState) -> None:
+    """Create the run's folder, or clean up after a run that was killed."""
+    run.mkdir(parents=True, exist_ok=True)
+    if state.best is not None:
+        write_best(run, state.best)
+    delete_unfinished(run)
 
 
 def save_checkpoint(
@@ -156,9 +104,12 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer,
     device: torch.device,
 ) -> Path:
-    """Write the checkpoint of `state.step` of one process and return its folder."""
+    """Write the checkpoint of `state.step` and return its folder."""
     tensors = training_tensors(model, optimizer) | generator_states(device)
-    return write_checkpoint(run, state, tensors)
+    folder = write_checkpoint(run, state, tensors)
+    if state.best is not None:
+        write_best(run, state.best)
+    return folder
 
 
 def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -237,18 +188,12 @@ class SavedTraining:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         device: torch.device,
-        ranks: Ranks = ONE_PROCESS,
     ) -> None:
         """Restore the optimizer and the random number generators."""
-        moments = self.moments
-        if ranks.mesh is not None:
-            from .sharded import shard_moments
-
-            moments = shard_moments(moments, model)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         state = {
-            index: {kind: values[name] for kind, values in moments.items() if name in values}
+            index: {kind: values[name] for kind, values in self.moments.items() if name in values}
             for index, name in enumerate(names[id(parameter)] for parameter in parameters)
         }
         groups = optimizer.state_dict()["param_groups"]
@@ -259,13 +204,11 @@ class SavedTraining:
 
 
 def read_checkpoint(folder: Path, model: nn.Module) -> SavedTraining:
-    """Load the parameters into `model`, which is not parallelized yet, and read the rest."""
+    """Load the parameters into `model` and read the rest."""
     from safetensors.torch import load_file
 
     load_parameters(folder, model)
     named = dict(model.named_parameters())
-    # Older files have numbers for names, in the order of the optimizer: matrices first.
-    numbered = sorted(named, key=lambda name: named[name].ndim < 2)
     moments: dict[str, dict[str, Tensor]] = {}
     generators = {}
     with reading(folder / "state.safetensors") as path:
@@ -274,8 +217,6 @@ def read_checkpoint(folder: Path, model: nn.Module) -> SavedTraining:
                 generators[name] = tensor
                 continue
             kind, _, parameter = name.removeprefix("optimizer.").partition(".")
-            if kind.isdecimal():
-                kind, parameter = parameter, numbered[int(kind)]
             if kind != "step" and tensor.shape != named[parameter].shape:
                 raise ValueError(f"{name} must have the shape of {parameter}, got {tensor.shape}")
             moments.setdefault(kind, {})[parameter] = tensor

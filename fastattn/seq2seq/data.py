@@ -288,7 +288,7 @@ class Batch:
     source_padding: Tensor  # [B, S] bool, True = padding, as torch.nn's key_padding_mask
     target_in: Tensor  # [B, T] int64
     target_out: Tensor  # [B, T] int64
-    tokens: int  # real tokens of source and target_out, those of all shards together
+    tokens: int  # real tokens of source and target_out
     source_lengths: tuple[int, ...] = ()  # real tokens of each row, for packed execution
     target_lengths: tuple[int, ...] = ()
 
@@ -321,26 +321,11 @@ def collate(examples: Sequence[Example]) -> Batch:
     )
 
 
-def shard(examples: Sequence[Example], rank: int, size: int) -> list[Example]:
-    """Return the part of a batch for rank `rank` of `size`: consecutive sentences, as many as for
-    every other rank. Missing ones are replaced by an empty sentence, whose target is padding.
-    """
-    rows = -(-len(examples) // size)
-    part = list(examples[rank * rows : (rank + 1) * rows])
-    return part + [Example([END], [PAD])] * (rows - len(part))
-
-
 def pad(rows: Sequence[Sequence[int]]) -> Tensor:
     """Return the rows as one int64 tensor, padded with PAD on the right."""
     width = max(map(len, rows))
     filled = [[*row, *[PAD] * (width - len(row))] for row in rows]
     return torch.tensor(filled, dtype=torch.long, device="cpu")
-
-
-def collate_shard(examples: Sequence[Example], part: tuple[int, int]) -> Batch:
-    """Return the `shard` of a batch for `part`, a rank and the number of ranks."""
-    batch = collate(shard(examples, *part))
-    return replace(batch, tokens=sum(len(e.source) + len(e.target) for e in examples))
 
 
 def plan_batches(
@@ -385,12 +370,8 @@ def training_batches(
     token_budget: int,
     seed: int,
     start: Position | None = None,
-    part: tuple[int, int] = (0, 1),
 ) -> Iterator[tuple[Batch, Position]]:
-    """Yield batches without end from `start`, each with the position of the next batch.
-
-    part: rank and number of ranks, of which each gets a `shard` of every batch.
-    """
+    """Yield batches without end from `start`, each with the position of the next batch."""
     if not examples:
         raise ValueError("examples must hold at least one sentence pair, got none")
     epoch, first = start or Position()
@@ -398,5 +379,5 @@ def training_batches(
         plan = plan_batches(examples, token_budget=token_budget, seed=seed, epoch=epoch)
         for number, indices in enumerate(plan[first:], start=first + 1):
             following = Position(epoch, number) if number < len(plan) else Position(epoch + 1)
-            yield collate_shard([examples[i] for i in indices], part), following
+            yield collate([examples[i] for i in indices]), following
         epoch, first = epoch + 1, 0

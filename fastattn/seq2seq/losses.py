@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -65,14 +63,12 @@ def guided_attention_loss(
     source_lengths: Tensor,
     *,
     width: float = 0.2,
-    total: Callable[[Tensor], Tensor] = lambda count: count,
 ) -> Tensor:
     """Return the distance of attention from the diagonal (Tachibana, Uenoyama, Aihara 2018).
 
     The mean over real pairs of A_nt W_nt, W_nt = 1 - exp(-(n / N - t / T)^2 / (2 width^2))
     (equations 7 and 8), for weights A [B, ..., T, N], lengths [B]: 0 on the diagonal. For nearly
-    monotonic tasks, such as speech or closely related languages. `total` returns the sum of a count
-    over the shards of a batch, whose losses then add up to that of the batch.
+    monotonic tasks, such as speech or closely related languages.
     """
     T, N = weights.shape[-2:]
     t, n = (torch.arange(size, device=weights.device)[None] for size in (T, N))
@@ -82,4 +78,4 @@ def guided_attention_loss(
     penalty = (1.0 - torch.exp(-distance.square() / (2.0 * width**2))).masked_fill(~real, 0.0)
     shape = [len(penalty), *[1] * (weights.dim() - 3), T, N]
     per_head = weights[0, ..., 0, 0].numel()
-    return (weights.float() * penalty.view(shape)).sum() / (total(real.sum()) * per_head)
+    return (weights.float() * penalty.view(shape)).sum() / (real.sum() * per_head)

@@ -34,7 +34,6 @@ from .generation import Translator, bleu
 from .model import ModelConfig, Seq2SeqTransformer
 from .non_autoregressive import make_model
 from .progress import counted, waiting
-from .ranks import ONE_PROCESS, Ranks
 from .training import TrainingConfig, out_of_patience
 
 FILES = ("model.json", "training.json", "tokenizer.json", "data.json")
@@ -98,12 +97,8 @@ def prepare_text(
     return PreparedText(splits, tokenizer, train, valid, test, len(splits.train) - len(train))
 
 
-def validation_bleu(
-    prepared: PreparedText, count: int, ranks: Ranks = ONE_PROCESS
-) -> Callable[[Seq2SeqTransformer], float]:
-    """Return a function that scores a model by BLEU of greedy translations of `count` sentences,
-    which the ranks share.
-    """
+def validation_bleu(prepared: PreparedText, count: int) -> Callable[[Seq2SeqTransformer], float]:
+    """Return a function that scores a model by BLEU of greedy translations of `count` sentences."""
     tokenizer = prepared.tokenizer
     examples = prepared.valid[:count]
     sources, references = (
@@ -111,8 +106,7 @@ def validation_bleu(
     )
 
     def score(model: Seq2SeqTransformer) -> float:
-        translations = Translator(model, tokenizer).translate(ranks.share(sources))
-        return bleu(ranks.join(translations), references).score
+        return bleu(Translator(model, tokenizer).translate(sources), references).score
 
     return score
 

@@ -24,20 +24,21 @@ from torch import Tensor, nn
 
 from .checkpoint import (
     Best,
-    Checkpoints,
     TrainingState,
     checkpoint_folder,
     checkpoint_steps,
+    prepare_folder,
+    prune_checkpoints,
     read_checkpoint,
     reading,
+    save_checkpoint,
     write_atomically,
 )
-from .data import PAD, Batch, Example, collate_shard, plan_batches, training_batches
+from .data import PAD, Batch, Example, collate, plan_batches, training_batches
 from .losses import guided_attention_loss, label_smoothed_cross_entropy
 from .model import Seq2SeqTransformer, record_attention
 from .non_autoregressive import NonAutoregressiveTransformer, non_autoregressive_loss
 from .progress import Progress
-from .ranks import ONE_PROCESS, Ranks
 from .scheduled_sampling import parallel_inputs, sequential_inputs
 from .schedules import DECAYS, truth_share, warmup_cosine
 from .sequence_training import self_critical_loss
@@ -204,7 +205,6 @@ def train(
     should_stop: Callable[[], bool] = lambda: False,
     description: str = "training",
     show: bool = True,
-    ranks: Ranks = ONE_PROCESS,
 ) -> TrainingResult:
     """Train `model` for `config.steps` updates and leave it on `device` with its last parameters.
 
@@ -213,12 +213,8 @@ def train(
     the run can be resumed. `score` is called at every validation, for example for a BLEU curve,
     and must draw no random numbers. `should_stop` is called after every update; once it returns
     True, the call saves a checkpoint and ends, with `interrupted` in its result.
-
-    With `ranks` of a mesh, every rank makes the same call, and the model, the same in all of them,
-    is left parallelized. Batches, losses and results are those of one process; `score` gets a
-    whole copy of the model, in each rank; one rank's `should_stop` ends all.
     """
-    require_trainable(model, config, ranks)
+    require_trainable(model, config)
     if stop_after is not None and stop_after < 0:
         raise ValueError(f"stop_after must be at least 0, got {stop_after}")
     device = torch.device(device)
@@ -227,34 +223,25 @@ def train(
         saved = read_checkpoint(checkpoint_folder(run, steps[-1]), model)
         state = saved.state
     model.to(device).train()
-    ranks.parallelize(model)
     optimizer = make_optimizer(model, config, device)
     if saved is None:
         torch.manual_seed(config.seed)
     else:
-        saved.restore(model, optimizer, device, ranks)
-    metrics = checkpoints = None
+        saved.restore(model, optimizer, device)
+    metrics = None
     if run is not None:
-        checkpoints = Checkpoints(run, keep=config.keep, device=device, ranks=ranks)
-        checkpoints.start(state)
-        if ranks.first:
-            metrics = MetricsFile(run / "metrics.jsonl", keep_until=state.step)
+        prepare_folder(run, state)
+        metrics = MetricsFile(run / "metrics.jsonl", keep_until=state.step)
     last_step = config.steps if stop_after is None else min(config.steps, stop_after)
     stream = training_batches(
         train_examples,
         token_budget=config.batch_tokens,
         seed=config.seed,
         start=state.position,
-        part=ranks.part,
     )
     curve = _Curve(first_step=state.step + 1, metrics=metrics)
     interrupted = False
-    with ExitStack() as stack:
-        progress = stack.enter_context(
-            Progress(description, last_step, show=show and ranks.first, unit="steps")
-        )
-        if checkpoints is not None:
-            stack.enter_context(checkpoints)
+    with Progress(description, last_step, show=show, unit="steps") as progress:
         progress.update(state.step)
         for step in range(state.step + 1, last_step + 1):
             if out_of_patience(state, config):
@@ -268,7 +255,7 @@ def train(
                 cycles=config.cycles,
             )
             moved = [batch.to(device) for batch, _ in batches]
-            loss, norm = update(model, optimizer, moved, learning_rate, config, step, ranks)
+            loss, norm = update(model, optimizer, moved, learning_rate, config, step)
             tokens = sum(batch.tokens for batch in moved)
             state = replace(state, step=step, position=position, tokens=state.tokens + tokens)
             curve.add(step, loss, norm, learning_rate, tokens)
@@ -277,17 +264,15 @@ def train(
             )
             save = run is not None and (step % config.checkpoint_every == 0 or step == last_step)
             read = step % config.log_every == 0 or step == last_step
-            interrupted = ranks.any(should_stop())
+            interrupted = should_stop()
             if not (validate or save or read or interrupted):
                 continue
 
             curve.read()
             if validate:
-                valid_loss = validation_loss(
-                    model, valid_examples, config, device=device, ranks=ranks
-                )
+                valid_loss = validation_loss(model, valid_examples, config, device=device)
                 require_finite("validation loss", valid_loss, step)
-                bleu = None if score is None else score(whole_model(model, ranks))
+                bleu = None if score is None else score(model)
                 curve.add_validation(step, valid_loss, bleu)
                 if state.best is None or valid_loss < state.best.valid_loss:
                     state = replace(state, best=Best(step, valid_loss), stale=0)
@@ -295,10 +280,11 @@ def train(
                     state = replace(state, stale=state.stale + 1)
                 if state.stale == 0 or out_of_patience(state, config):
                     save = run is not None
-                interrupted = ranks.any(interrupted or should_stop())
+                interrupted = interrupted or should_stop()
             progress.update(step, curve.note())
-            if checkpoints is not None and (save or interrupted):
-                checkpoints.save(state, model, optimizer)
+            if run is not None and (save or interrupted):
+                save_checkpoint(run, state, model, optimizer, device)
+                prune_checkpoints(run, keep=config.keep)
             curve.restart_clock()
             if interrupted:
                 break
@@ -306,24 +292,12 @@ def train(
     return replace(curve.result(), stopped_early=early, interrupted=interrupted)
 
 
-def whole_model(model: Seq2SeqTransformer, ranks: Ranks) -> Seq2SeqTransformer:
-    """Return the model, on a mesh an ordinary copy with all parameters, in each rank."""
-    if ranks.mesh is None:
-        return model
-    from .sharded import copy_whole
-
-    return copy_whole(model)
-
-
 def out_of_patience(state: TrainingState, config: TrainingConfig) -> bool:
     return 0 < config.patience <= state.stale
 
 
-def require_trainable(
-    model: Seq2SeqTransformer, config: TrainingConfig, ranks: Ranks = ONE_PROCESS
-) -> None:
-    """Raise for options that the model or the mesh does not support."""
-    _require_parallel(model, config, ranks)
+def require_trainable(model: Seq2SeqTransformer, config: TrainingConfig) -> None:
+    """Raise for options that the model does not support."""
     if not isinstance(model, NonAutoregressiveTransformer):
         if config.packed and (why := model.cannot_pack()):
             raise ValueError(f"packed must be False for a model that {why}")
@@ -339,25 +313,6 @@ def require_trainable(
                 f"{name} must be {usual!r} for a non-autoregressive decoder, which reads no target "
                 f"tokens, got {getattr(config, name)!r}"
             )
-
-
-def _require_parallel(model: Seq2SeqTransformer, config: TrainingConfig, ranks: Ranks) -> None:
-    """Raise for options of training and model that the mesh does not support."""
-    if ranks.mesh is None:
-        return
-    # Each rank would decode a number of steps of its own, while weights need the others' calls.
-    refused: list[tuple[str, Any]] = [("scheduled_sampling", "none"), ("sequence_steps", 0)]
-    if {"tensor", "context"} & set(ranks.names):
-        refused.append(("guided_attention", 0.0))  # of all heads and tokens
-    if "context" in ranks.names:
-        refused.append(("packed", False))
-    for name, usual in refused:
-        if getattr(config, name) != usual:
-            raise ValueError(
-                f"{name} must be {usual!r} on a mesh of {', '.join(ranks.names)}, "
-                f"got {getattr(config, name)!r}"
-            )
-    ranks.require_divisible(model)
 
 
 def require_finite(name: str, value: float, step: int) -> None:
@@ -470,43 +425,36 @@ def update(
     learning_rate: float,
     config: TrainingConfig,
     step: int = 1,
-    ranks: Ranks = ONE_PROCESS,
 ) -> tuple[Tensor, Tensor]:
     """Do one optimizer step; return the loss before it and the gradient's norm.
 
-    Batches are weighted by their target tokens, so that the loss is that of one large batch. They
-    are shards on a mesh, whose gradients are sums over the ranks.
+    Batches are weighted by their target tokens, so that the loss is that of one large batch.
     """
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     optimizer.zero_grad(set_to_none=True)
-    padding = PAD
-    counts = ranks.total(torch.stack([(batch.target_out != padding).sum() for batch in batches]))
+    counts = torch.stack([(batch.target_out != PAD).sum() for batch in batches])
     all_count = counts.sum()
     total = torch.zeros((), device=all_count.device)
     for batch, count in zip(batches, counts, strict=True):
-        loss = batch_loss(model, batch, config, step, ranks)
+        loss = batch_loss(model, batch, config, step)
         if len(batches) > 1:
             loss = loss * (count / all_count)
         loss.backward()
         total += loss.detach()
-    norm = ranks.clip(model, config.clip)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip)
     optimizer.step()
-    return ranks.sum(total), norm.detach()
+    return total, norm.detach()
 
 
 def batch_loss(
-    model: Seq2SeqTransformer,
-    batch: Batch,
-    config: TrainingConfig,
-    step: int,
-    ranks: Ranks = ONE_PROCESS,
+    model: Seq2SeqTransformer, batch: Batch, config: TrainingConfig, step: int
 ) -> Tensor:
-    """Return the loss of update `step`, counted from 1; on a mesh this rank's part of it."""
+    """Return the loss of update `step`, counted from 1."""
     rewarded_from = config.planned_steps(step) - config.sequence_steps
     weight = config.sequence_weight if step > rewarded_from else 0.0
     inputs = decoder_inputs(model, batch, config, step)
-    loss = cross_entropy(model, replace(batch, target_in=inputs), config, ranks)
+    loss = cross_entropy(model, replace(batch, target_in=inputs), config)
     if weight == 0.0:
         return loss
     with torch.autocast(
@@ -534,9 +482,7 @@ def decoder_inputs(
         return mix(model, batch, share)
 
 
-def cross_entropy(
-    model: Seq2SeqTransformer, batch: Batch, config: TrainingConfig, ranks: Ranks = ONE_PROCESS
-) -> Tensor:
+def cross_entropy(model: Seq2SeqTransformer, batch: Batch, config: TrainingConfig) -> Tensor:
     """Return the loss of the batch's targets, with the guided attention loss if configured."""
     guided = config.guided_attention > 0.0 and model.training
     device_type = batch.source.device.type
@@ -551,27 +497,23 @@ def cross_entropy(
                 record_attention(model, only="multihead_attn", differentiable=True)
             )
         inputs, targets = (batch.source, batch.target_in, batch.source_padding), batch.target_out
-        fused = ranks.mesh is None and model.has_head_loss(targets.numel())
+        fused = model.has_head_loss(targets.numel())
         if config.packed:
             run = model.hidden_packed if fused else model.forward_packed
             outputs, targets = run(batch)
         else:
             outputs = model.hidden(*inputs)[0] if fused else model(*inputs)
-    options: dict[str, Any] = {"smoothing": config.smoothing, "ignore_index": PAD}
     if fused:
         loss = model.head_loss(outputs, targets, config.smoothing)
-    elif ranks.mesh is None:
-        loss = label_smoothed_cross_entropy(outputs, targets, **options)
     else:
-        from fastattn.distributed import loss_sum
-
-        count = ranks.total((targets != PAD).sum())
-        loss = loss_sum(model, outputs, targets, **options) / count
+        loss = label_smoothed_cross_entropy(
+            outputs, targets, smoothing=config.smoothing, ignore_index=PAD
+        )
     if not guided:
         return loss
     lengths = (batch.target_out != PAD).sum(dim=1), (~batch.source_padding).sum(dim=1)
     guided_losses = [
-        guided_attention_loss(layer, *lengths, width=config.guided_width, total=ranks.total)
+        guided_attention_loss(layer, *lengths, width=config.guided_width)
         for layer in weights.values()
     ]
     return loss + config.guided_attention * torch.stack(guided_losses).mean()
@@ -584,7 +526,6 @@ def validation_loss(
     config: TrainingConfig,
     *,
     device: torch.device,
-    ranks: Ranks = ONE_PROCESS,
 ) -> float:
     """Return the mean loss per target token in eval mode, with the smoothing of training.
 
@@ -594,8 +535,8 @@ def validation_loss(
     model.eval()
     total, count = 0.0, 0
     for indices in plan_batches(examples, token_budget=config.batch_tokens):
-        batch = collate_shard([examples[i] for i in indices], ranks.part)
-        loss = ranks.sum(cross_entropy(model, batch.to(device), config, ranks))
+        batch = collate([examples[i] for i in indices])
+        loss = cross_entropy(model, batch.to(device), config)
         tokens = sum(len(examples[i].target) for i in indices)
         total += float(loss) * tokens
         count += tokens

@@ -3,7 +3,6 @@ reading, splitting, subwords, order, padding.
 """
 
 import dataclasses
-import itertools
 import random
 import struct
 import zipfile
@@ -249,27 +248,6 @@ def test_batches_continue_from_any_position():
         for batch, position in whole[stop:]:
             again, again_position = next(rest)
             assert torch.equal(batch.source, again.source) and position == again_position
-
-
-def test_ranks_get_consecutive_sentences_and_as_many_rows():
-    examples = random_examples(40)
-    whole = training_batches(examples, token_budget=110, seed=0)
-    parts = [training_batches(examples, token_budget=110, seed=0, part=(r, 4)) for r in range(4)]
-    sizes = set()
-    for (batch, position), *shards in itertools.islice(zip(whole, *parts, strict=True), 20):
-        rows = [row for shard, _ in shards for row in shard.target_out.tolist()]
-        found = [[token for token in row if token != PAD] for row in rows]
-        expected = [[token for token in row if token != PAD] for row in batch.target_out.tolist()]
-        assert [row for row in found if row] == expected
-        assert found[: len(expected)] == expected  # shards without a sentence come last
-        for shard, after in shards:
-            assert (after, shard.tokens) == (position, batch.tokens)
-            assert len(shard.source) == -(-len(expected) // 4)
-            assert (~shard.source_padding).any(dim=1).all() and (
-                shard.target_in[:, 0] == BEGIN
-            ).all()
-        sizes.add(len(expected) % 4)
-    assert len(sizes) == 4 and any(len(row) == 0 for row in found)
 
 
 def test_no_examples_give_no_batches() -> None:

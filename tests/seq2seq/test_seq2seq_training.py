@@ -560,33 +560,6 @@ def test_checkpoints_hold_the_whole_state(tmp_path):
             assert torch.equal(value, loaded[index][key]), (index, key)
 
 
-def test_moments_named_by_numbers_are_read(tmp_path):
-    """As in checkpoints before moments had their parameter's name: the optimizer's order."""
-    from safetensors.torch import load_file, save_file
-
-    model = small_model()
-    optimizer = training.make_optimizer(model, toy_training(), CPU)
-    batch = next(training_batches(random_examples(30), token_budget=100, seed=0))[0]
-    training.update(model, optimizer, [batch], 1e-3, toy_training())
-    folder = checkpoint.save_checkpoint(
-        tmp_path, checkpoint.TrainingState(1), model, optimizer, CPU
-    )
-    path = folder / "state.safetensors"
-    kept = {name: x for name, x in load_file(path).items() if name.startswith("rng")}
-    saved = optimizer.state_dict()["state"]
-    for index, values in saved.items():
-        kept |= {f"optimizer.{index}.{kind}": value for kind, value in values.items()}
-    save_file(kept, path)
-    other = small_model(seed=5)
-    other_optimizer = training.make_optimizer(other, toy_training(), CPU)
-    checkpoint.read_checkpoint(folder, other).restore(other, other_optimizer, CPU)
-    loaded = other_optimizer.state_dict()["state"]
-    assert len(loaded) == len(list(model.parameters()))
-    for index, values in saved.items():
-        for kind, value in values.items():
-            assert torch.equal(value, loaded[index][kind]), (index, kind)
-
-
 def test_files_are_replaced_atomically(tmp_path, monkeypatch):
     path = tmp_path / "best.json"
     checkpoint.write_atomically(path, "old")

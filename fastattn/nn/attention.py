@@ -259,7 +259,7 @@ def attend(
 ) -> Tensor:
     """The `attention` op on projected heads, with the module's dropout.
 
-    options: `AttentionPositions.score_options`, `block_table`.
+    options: `AttentionPositions.score_options`.
     """
     p = float(module.dropout) if module.training else 0.0
     sharding, stream = sharding_of(module), streams.take(p, of="heads")

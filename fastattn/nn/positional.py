@@ -33,17 +33,13 @@ class _PositionalEncoding(nn.Module):
             raise TypeError(f"x must be floating, got {x.dtype}")
         if isinstance(offset, Tensor):
             S = x.shape[-2]
-            whole = offset.dim() == 2 and offset.shape == x.shape[:-1]
             if offset.dtype not in (torch.int32, torch.int64) or not (
-                whole or offset.numel() == 1 or offset.shape == (S,)
+                offset.numel() == 1 or offset.shape == (S,)
             ):
                 raise ValueError(
-                    f"offset must be an integer, int64 [1], [{S}] or [B, {S}], "
+                    f"offset must be an integer, int64 [1] or [{S}], "
                     f"got {offset.dtype} {list(offset.shape)}"
                 )
-            if whole:
-                rows = table.index_select(0, offset.flatten()).unflatten(0, offset.shape)
-                return self.dropout(x + rows.to(x.dtype))
             if S > 1 and offset.shape != (S,):
                 offset = offset + torch.arange(x.shape[-2], device=offset.device)
             return self.dropout(x + table.index_select(0, offset).to(x.dtype))
@@ -80,8 +76,8 @@ class SinusoidalPositionalEncoding(ComputedTable, _PositionalEncoding):
         """x `[..., S, d_model]` with the rows of its positions added.
 
         offset: number of earlier positions, for incremental decoding, or the S positions. A tensor,
-        int64 `[1]`, `[S]` or, for sequences at different positions, `[B, S]`, is read only on the
-        device and not checked, so that a step can be captured as a CUDA graph.
+        int64 `[1]` or `[S]`, is read only on the device and not checked, so that a step can be
+        captured as a CUDA graph.
         """
         return self._add(x, self.table_on(x.device), offset)
 

@@ -34,9 +34,7 @@ class AttentionPositions(nn.Module):
         return None
 
     def rotated(self, q: Tensor, k: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-        """q and k `[..., S, H, D]` with their positions `at`, integers `[S]` or one row
-        for each sequence, `[B, S]`.
-        """
+        """q and k `[..., S, H, D]` with their positions `at`, integers `[S]`."""
         return q, k
 
 

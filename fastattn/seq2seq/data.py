@@ -17,7 +17,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -150,32 +150,6 @@ def sentence_key(text: str) -> str:
 # Subwords
 
 
-class Tokenizer(Protocol):
-    """The interface of a tokenizer that a translator and a run need."""
-
-    @property
-    def vocabulary(self) -> int:
-        """The number of tokens."""
-
-    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of target texts, without special tokens."""
-
-    def encode_sources(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids that the encoder reads, special tokens included."""
-
-    def encode_targets(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids that the decoder writes, special tokens included."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return token ids as one line of text, without special tokens or control characters."""
-
-    def tokens(self, ids: Sequence[int]) -> list[str]:
-        """Return the readable form of each token."""
-
-    def to_json(self) -> str:
-        """Return what `load_tokenizer` reads."""
-
-
 class SubwordTokenizer:
     """Byte-level BPE of both languages, so that no text is out of vocabulary."""
 
@@ -229,11 +203,7 @@ class SubwordTokenizer:
         encoded = self._backend.encode_batch([tidy(t) for t in texts], add_special_tokens=False)
         return [encoding.ids for encoding in encoded]
 
-    def encode_sources(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of `texts` with END."""
-        return [[*ids, END] for ids in self.encode_all(texts)]
-
-    def encode_targets(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode_sentences(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of `texts` with END."""
         return [[*ids, END] for ids in self.encode_all(texts)]
 
@@ -266,11 +236,11 @@ def one_line(text: str) -> str:
 
 
 def encode_pairs(
-    pairs: Sequence[Pair], tokenizer: Tokenizer, *, max_length: int | None = None
+    pairs: Sequence[Pair], tokenizer: SubwordTokenizer, *, max_length: int | None = None
 ) -> list[Example]:
     """Encode pairs, END included; pairs with a side longer than `max_length` are skipped."""
-    sources = tokenizer.encode_sources([pair.source for pair in pairs])
-    targets = tokenizer.encode_targets([pair.target for pair in pairs])
+    sources = tokenizer.encode_sentences([pair.source for pair in pairs])
+    targets = tokenizer.encode_sentences([pair.target for pair in pairs])
     examples = [Example(source, target) for source, target in zip(sources, targets, strict=True)]
     if max_length is None:
         return examples

@@ -487,8 +487,8 @@ def _attention(
     """The tokens of both sentences, and the weights [H, M, N] of each attention module by name."""
     model, tokenizer = translator.model, translator.tokenizer
     device = model.embedding.weight.device
-    (source_ids,) = tokenizer.encode_sources([source])
-    target_ids = tokenizer.encode_targets([target])[0][: model.config.max_length]
+    source_ids, target_ids = tokenizer.encode_sentences([source, target])
+    target_ids = target_ids[: model.config.max_length]
     tokens = torch.tensor([source_ids], device=device)
     shifted = torch.tensor([[BEGIN, *target_ids[:-1]]], device=device)
     with torch.no_grad(), record_attention(model) as weights:

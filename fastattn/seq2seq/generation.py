@@ -25,7 +25,7 @@ from fastattn.nn.transformer import TransformerEncoder
 
 from .beam_search import BeamSearch, BeamState
 from .continuations import CachedContinuations, Continuations, make_continuations
-from .data import BEGIN, END, PAD, Tokenizer, pad, tidy
+from .data import BEGIN, END, PAD, SubwordTokenizer, pad, tidy
 from .model import Seq2SeqTransformer, record_attention
 from .non_autoregressive import NonAutoregressiveTransformer, parallel_decode
 from .sampling import Sampling, SamplingSearch
@@ -336,7 +336,7 @@ class Translator:
     """A model with its tokenizer: text in, text out."""
 
     model: Seq2SeqTransformer
-    tokenizer: Tokenizer
+    tokenizer: SubwordTokenizer
     programs: Programs = field(default_factory=Programs, repr=False, compare=False)
 
     def translate(
@@ -391,7 +391,7 @@ class Translator:
                 f"prefixes must hold one for each of {len(texts)} texts, got {len(prefixes)}"
             )
         allowed = self.model.config.max_length
-        sources = self.tokenizer.encode_sources(texts)
+        sources = self.tokenizer.encode_sentences(texts)
         begins = None if prefixes is None else self.tokenizer.encode_all(prefixes)
         for number, ids in enumerate(sources, start=1):
             if len(ids) > allowed:

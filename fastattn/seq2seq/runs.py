@@ -25,7 +25,6 @@ from .data import (
     Pair,
     Splits,
     SubwordTokenizer,
-    Tokenizer,
     encode_pairs,
     sentence_key,
     split_pairs,
@@ -47,7 +46,7 @@ class PreparedText:
     """
 
     splits: Splits
-    tokenizer: Tokenizer
+    tokenizer: SubwordTokenizer
     train: list[Example]
     valid: list[Example]
     test: list[Pair]
@@ -70,7 +69,7 @@ def prepare_text(
     held_out: int,
     seed: int = 0,
     max_length: int,
-    vocabulary: int | Tokenizer,
+    vocabulary: int | SubwordTokenizer,
     show: bool = True,
 ) -> PreparedText:
     """Split pairs, learn subwords from the training part and encode.
@@ -86,7 +85,7 @@ def prepare_text(
             )
         train = encode_pairs(splits.train, tokenizer, max_length=max_length)
         valid = encode_pairs(splits.valid, tokenizer, max_length=max_length)
-        sources = tokenizer.encode_sources([pair.source for pair in splits.test])
+        sources = tokenizer.encode_sentences([pair.source for pair in splits.test])
         fits = [len(source) <= max_length for source in sources]
         test = list(itertools.compress(splits.test, fits))
     for part, kept in (("training", train), ("validation", valid), ("test", test)):
@@ -128,7 +127,7 @@ class RunFiles:
 
     model: ModelConfig
     training: TrainingConfig
-    tokenizer: Tokenizer
+    tokenizer: SubwordTokenizer
     data_digest: str
     held_out: int
     text: Path | None = None

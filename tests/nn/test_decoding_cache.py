@@ -172,11 +172,6 @@ def test_offsets_may_be_tensors():
                 added = encoding(y, offset=torch.tensor([3]))
                 assert added.dtype == y.dtype
                 assert torch.equal(added, encoding(y, offset=3))
-                at = torch.tensor([[3], [5]]) + torch.arange(length)
-                each = encoding(y, offset=at)
-                assert torch.equal(
-                    each, torch.stack([encoding(y[b], offset=3 + 2 * b) for b in (0, 1)])
-                )
 
 
 @torch.no_grad()

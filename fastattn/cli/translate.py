@@ -55,10 +55,6 @@ def add_translate(commands: Any) -> None:
         "(default: cross)",
     )  # fmt: skip
     parser.add_argument(
-        "--alignment", type=image_file, metavar="PNG", default=argparse.SUPPRESS,
-        help="draw the first sentence and its translation with lines between their tokens",
-    )  # fmt: skip
-    parser.add_argument(
         "--prefix", default=argparse.SUPPRESS, metavar="WORDS",
         help="words that begin every translation",
     )  # fmt: skip
@@ -106,10 +102,6 @@ def _run_translate(options: argparse.Namespace) -> int:
 
         kind = getattr(options, "attention_of", "cross")
         draw_attention(options.attention, translator, texts[0], translations[0], kind)
-    if hasattr(options, "alignment") and texts:
-        from fastattn.seq2seq.demo import draw_alignment
-
-        draw_alignment(options.alignment, translator, texts[0], translations[0])
     if options.json:
         rows = [
             {"source": source, "translation": translation, "score": score}

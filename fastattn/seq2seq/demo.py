@@ -31,7 +31,7 @@ from .checkpoint import read_best, write_atomically
 from .data import BEGIN, Pair, read_pairs
 from .generation import Translator, bleu, chrf
 from .model import ModelConfig, Seq2SeqTransformer, record_attention
-from .plots import Curve, Limit, relative_differences, save_alignment, save_curves, save_heat_maps
+from .plots import Curve, Limit, relative_differences, save_curves, save_heat_maps
 from .progress import Progress, counted
 from .runs import (
     PreparedText,
@@ -471,14 +471,6 @@ def draw_attention(
     keys = [*begin, *targets[:-1]] if kind == "decoder" else sources
     layers = [w for name, w in weights.items() if name.startswith(stack) and name.endswith(module)]
     save_heat_maps(path, layers, queries, keys, title)
-
-
-def draw_alignment(path: Path, translator: Translator, source: str, target: str) -> None:
-    """Save lines between the tokens of both sentences, from the mean of all layers and heads."""
-    source_tokens, target_tokens, weights = _attention(translator, source, target)
-    layers = [w for name, w in weights.items() if name.endswith("multihead_attn")]
-    mean = torch.stack(layers).mean(dim=(0, 1))  # [M, N]
-    save_alignment(path, mean, source_tokens, target_tokens)
 
 
 def _attention(

@@ -1,5 +1,4 @@
-"""Plots of a run: curves of loss, learning rate and BLEU, attention as heat maps and as lines
-between the sentences.
+"""Plots of a run: curves of loss, learning rate and BLEU, attention as heat maps.
 
 Figures are made without pyplot, so they need no display and change no global backend.
 """
@@ -133,41 +132,6 @@ def save_heat_maps(
                 axis.set_xticks(range(len(key_tokens)), key_tokens, rotation=90, **text)
     figure.colorbar(image, ax=axes, label="weight", shrink=0.6, fraction=0.04)
     figure.suptitle(title, fontsize=10)
-    figure.savefig(path, dpi=120)
-
-
-def save_alignment(
-    path: Path, weights: Tensor, source_tokens: Sequence[str], target_tokens: Sequence[str]
-) -> None:
-    """Draw both sentences with lines between them, darker for larger weights.
-
-    weights: [M, N], for example averaged over heads and layers.
-    """
-    from matplotlib.collections import LineCollection
-    from matplotlib.figure import Figure
-
-    longest = max(len(source_tokens), len(target_tokens))
-    figure = Figure(figsize=(min(1.0 + 0.75 * longest, _MAX_INCHES), 2.6), layout="constrained")
-    axis = figure.subplots()
-    rows = ((1.0, source_tokens, "bottom"), (0.0, target_tokens, "top"))
-    positions = []
-    for height, tokens, side in rows:
-        # Both sentences span the whole width.
-        xs = [(i + 0.5) / len(tokens) for i in range(len(tokens))]
-        positions.append(xs)
-        for x, token in zip(xs, tokens, strict=True):
-            axis.text(x, height, token, ha="center", va=side, fontsize=9, parse_math=False)
-    # Lines of less than a hundredth would be invisible.
-    seen = [(*pair, weights[tuple(pair)].item()) for pair in (weights > 0.01).nonzero().tolist()]
-    if seen:  # LineCollection accepts no empty list of alphas
-        lines = LineCollection(
-            [((positions[1][t], 0.02), (positions[0][s], 0.98)) for t, s, _ in seen],
-            colors=COLOURS[0], linewidths=[2.0 * weight for *_, weight in seen],
-            alpha=[min(1.0, weight) for *_, weight in seen], capstyle="round",
-        )  # fmt: skip
-        axis.add_collection(lines)
-    axis.set(xlim=(0.0, 1.0), ylim=(-0.2, 1.2))
-    axis.set_axis_off()
     figure.savefig(path, dpi=120)
 
 

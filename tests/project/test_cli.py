@@ -113,7 +113,7 @@ def test_wrong_arguments_are_named(capsys, arguments, message):
         ["train", "--out=/proc/run"],
         ["demo", "--out=FILE/run"],
         ["translate", "--run=x", "--attention=FILE/map.png", "ka"],
-        ["translate", "--run=x", "--alignment=nowhere/lines.svg", "ka"],
+        ["translate", "--run=x", "--attention=nowhere/map.svg", "ka"],
         ["check", "--json=FILE/rows.json"],
     ],
 )
@@ -265,10 +265,6 @@ def test_translating_arguments_and_standard_input(capsys, run_folder, monkeypatc
         capsys, *base, "--attention", str(picture), "--attention-of=encoder", "karin six"
     )
     assert code == 0 and picture.read_bytes() != cross
-    lines = tmp_path / "alignment.png"
-    code, _, _ = call(capsys, *base, "--alignment", str(lines), "karin six")
-    assert code == 0 and lines.read_bytes().startswith(b"\x89PNG")
-    assert lines.read_bytes() != picture.read_bytes()
 
 
 def test_translating_by_beams_by_samples_and_from_a_prefix(capsys, run_folder):

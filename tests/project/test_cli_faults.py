@@ -260,16 +260,11 @@ def test_closed_pipes(run_folder):
 def test_dollar_signs_of_tokens_are_drawn(tmp_path):
     import torch
 
-    from fastattn.seq2seq.plots import save_alignment, save_heat_maps
+    from fastattn.seq2seq.plots import save_heat_maps
 
     tokens = ["$", "$\\frac$", "$x$", "_^"]
     save_heat_maps(tmp_path / "map.png", [torch.rand(2, 4, 4)] * 2, tokens, tokens, "title")
-    save_alignment(tmp_path / "lines.png", torch.eye(4), tokens, tokens)
-    save_alignment(tmp_path / "none.png", torch.full((150, 150), 1 / 150), ["a"] * 150, ["b"] * 150)
-    many = [f"token{i}" for i in range(300)]
-    save_alignment(tmp_path / "many.png", torch.eye(300), many, many)
-    for name in ("map", "lines", "many"):
-        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
 
 
 # -- signals ---------------------------------------------------------------------------------------

@@ -40,17 +40,9 @@ DENSE: dict[str, dict[str, Any]] = {
 
 
 JUDGED = (
-    "top_left",
-    "bottom_right",
-    "window",
-    "gqa",
-    "scale",
-    "bias",
-    "causal",
-    "rows",
-    "wide",
+    "top_left", "bottom_right", "window", "gqa", "scale", "bias", "causal", "rows", "wide",
     "weight",
-)
+)  # fmt: skip
 
 
 @pytest.fixture

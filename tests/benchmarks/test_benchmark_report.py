@@ -13,12 +13,8 @@ from benchmarks.rows import ROOT, Row
 
 def _synthetic_rows() -> list[Row]:
     environment = {
-        "gpu": "Example GPU",
-        "cpu": "Example CPU",
-        "threads": 4,
-        "torch": "2",
-        "triton": "3",
-    }
+        "gpu": "Example GPU", "cpu": "Example CPU", "threads": 4, "torch": "2", "triton": "3",
+    }  # fmt: skip
     ceiling = {"flops_per_s": 8e14, "bytes_per_s": 4e12}
     found: list[Row] = []
     for direction in ("fwd", "bwd"):

@@ -40,16 +40,11 @@ TINY = Plan(round_ms=0.2, rounds=3, min_rounds=2, budget_ms=50.0)
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"causal": True},
-        {"causal": True, "window": 5},
-        {"padded": "keys"},
-        {"padded": "both"},
-        {"causal": True, "padded": "both"},
-        {"M": 1, "K": 2},
+        {}, {"causal": True}, {"causal": True, "window": 5}, {"padded": "keys"}, {"padded": "both"},
+        {"causal": True, "padded": "both"}, {"M": 1, "K": 2},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_flops_of_attention_workloads(options: dict[str, Any]) -> None:
     """4 D per head and pair; causal pairs are half of the square, and half of the diagonal."""
     workload = _attention_workload(**options)
@@ -113,15 +108,11 @@ def _reference(inputs: Inputs) -> Any:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"causal": True},
-        {"K": 2, "padded": "both"},
-        {"mask": "float HMN"},
-        {"mask": "bool BMN"},
-        {"dropout_p": 0.2},
+        {}, {"causal": True}, {"K": 2, "padded": "both"}, {"mask": "float HMN"},
+        {"mask": "bool BMN"}, {"dropout_p": 0.2},
     ],
     ids=str,
-)
+)  # fmt: skip
 @pytest.mark.parametrize("sliced", [False, True], ids=["whole", "sliced"])
 def test_check_covers_what_is_timed(options, sliced, monkeypatch):
     if sliced:
@@ -390,16 +381,10 @@ def test_failing_candidates_do_not_affect_others(tmp_path: Path) -> None:
     assert found.keys() == set(wanted)
     status = {name: (found[name, "fwd"]["status"], found[name, "bwd"]["status"]) for name in names}
     assert status == {
-        "dies": ("FAIL", "FAIL"),
-        "fastattn-reference": ("ok", "ok"),
-        "wrong": ("FAIL", "FAIL"),
-        "wrong_gradient": ("ok", "FAIL"),
-        "raises": ("FAIL", "FAIL"),
-        "hangs": ("FAIL", "FAIL"),
-        "absent": ("refused", "refused"),
-        "refuses": ("refused", "refused"),
-        "right": ("ok", "ok"),
-    }
+        "dies": ("FAIL", "FAIL"), "fastattn-reference": ("ok", "ok"), "wrong": ("FAIL", "FAIL"),
+        "wrong_gradient": ("ok", "FAIL"), "raises": ("FAIL", "FAIL"), "hangs": ("FAIL", "FAIL"),
+        "absent": ("refused", "refused"), "refuses": ("refused", "refused"), "right": ("ok", "ok"),
+    }  # fmt: skip
     assert starts == 3  # one worker crashed, one hung
     for (name, direction), row in found.items():
         assert set(row) == set(rows.FIELDS)

@@ -104,13 +104,9 @@ def test_a_single_gradient(dtype: torch.dtype, wanted: str) -> None:
         offsets = (_offsets(*lengths), _offsets(*key_lengths))
         with poisoned_results():
             out = fastattn.attention_varlen(
-                **given,
-                cu_seqlens_q=offsets[0],
-                cu_seqlens_k=offsets[1],
-                max_seqlen_q=200,
-                max_seqlen_k=300,
-                backend="cpu",
-            )
+                **given, cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1], max_seqlen_q=200,
+                max_seqlen_k=300, backend="cpu",
+            )  # fmt: skip
             wanted = torch.autograd.grad(out.float().square().sum(), [given[n] for n in names])
         return dict(zip(names, wanted, strict=True))
 

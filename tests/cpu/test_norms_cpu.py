@@ -70,17 +70,10 @@ def _outputs_and_gradients(rows: int, columns: int, dtype: torch.dtype) -> list[
         fastattn.layer_norm(x, weight, bias, backend="cpu"),
         fastattn.rms_norm(x, weight, backend="cpu"),
         *fastattn.add_layer_norm(
-            x,
-            residual,
-            weight,
-            bias,
-            x_bias=x_bias,
-            dropout_p=0.2,
-            dropout_seed=torch.tensor([3]),
-            return_sum=True,
-            backend="cpu",
+            x, residual, weight, bias, x_bias=x_bias, dropout_p=0.2, dropout_seed=torch.tensor([3]),
+            return_sum=True, backend="cpu",
         ),
-    ]
+    ]  # fmt: skip
     gradients = [randn(rows, columns).detach() for _ in outputs]
     return [*outputs, *torch.autograd.grad(outputs, (x, residual, weight, bias, x_bias), gradients)]
 

@@ -308,19 +308,11 @@ def some_processes() -> None:
 
 def test_context_parallel_attention() -> None:
     in_processes(
-        ring_equals_attention,
-        ring_drops_the_same_weights,
-        numbers_added_to_whole_rows,
-        seeds_with_an_origin,
-        heads_equal_attention,
-        some_gradients,
-        transfers_are_under_way_during_attention,
-        layouts_are_inverse,
-        errors,
-        autocast,
-        second_derivatives_are_refused,
-        some_processes,
-    )
+        ring_equals_attention, ring_drops_the_same_weights, numbers_added_to_whole_rows,
+        seeds_with_an_origin, heads_equal_attention, some_gradients,
+        transfers_are_under_way_during_attention, layouts_are_inverse, errors, autocast,
+        second_derivatives_are_refused, some_processes,
+    )  # fmt: skip
 
 
 @pytest.mark.slow

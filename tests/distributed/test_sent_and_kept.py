@@ -204,12 +204,9 @@ def models_send_the_formulas() -> None:
 def test_four_processes() -> None:
     """All in one test: starting the processes takes most of the time."""
     in_processes(
-        counts_collectives,
-        counts_groups_apart,
-        refuses_what_it_does_not_know,
-        sharded_attention_sends_the_formula,
-        models_send_the_formulas,
-    )
+        counts_collectives, counts_groups_apart, refuses_what_it_does_not_know,
+        sharded_attention_sends_the_formula, models_send_the_formulas,
+    )  # fmt: skip
 
 
 def test_peak_bytes() -> None:

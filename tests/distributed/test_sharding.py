@@ -259,14 +259,10 @@ def fully_sharded_training() -> None:
 def test_dtensors() -> None:
     """In one test: starting the processes takes most of the time."""
     in_processes(
-        dtensors_stay_sharded,
-        score_changes_stay_sharded,
-        dtensor_rows,
-        gradients_of_sums_only,
-        gradients_of_parameters_that_were_frozen,
-        dropout_bits_do_not_depend_on_sharding,
+        dtensors_stay_sharded, score_changes_stay_sharded, dtensor_rows, gradients_of_sums_only,
+        gradients_of_parameters_that_were_frozen, dropout_bits_do_not_depend_on_sharding,
         size=PROCESSES,
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.slow

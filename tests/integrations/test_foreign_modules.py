@@ -25,15 +25,10 @@ transformers = pytest.importorskip("transformers")
 
 N = 24
 NORMS = {
-    "llama": "LlamaRMSNorm",
-    "qwen3": "Qwen3RMSNorm",
-    "olmo2": "Olmo2RMSNorm",
-    "helium": "HeliumRMSNorm",
-    "t5": "T5LayerNorm",
-    "gemma2": "Gemma2RMSNorm",
-    "gemma4": "Gemma4RMSNorm",
-    "llama4": "Llama4TextRMSNorm",
-}
+    "llama": "LlamaRMSNorm", "qwen3": "Qwen3RMSNorm", "olmo2": "Olmo2RMSNorm",
+    "helium": "HeliumRMSNorm", "t5": "T5LayerNorm", "gemma2": "Gemma2RMSNorm",
+    "gemma4": "Gemma4RMSNorm", "llama4": "Llama4TextRMSNorm",
+}  # fmt: skip
 
 
 def fast_layer_norm(x: Tensor, shape: Any, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -102,13 +97,9 @@ class Attention(nn.Module):
         B, S, E = x.shape
         q, k, v = self.qkv(x).reshape(B, S, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
         x = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=attn_mask,
-            dropout_p=self.dropout if self.training else 0.0,
+            q, k, v, attn_mask=attn_mask, dropout_p=self.dropout if self.training else 0.0,
             is_causal=is_causal,
-        )
+        )  # fmt: skip
         return self.proj(x.transpose(1, 2).reshape(B, S, E))
 
 
@@ -381,13 +372,10 @@ def test_what_differs_stays() -> None:
     own_forward.forward = lambda x: x  # type: ignore[method-assign, assignment]
     model = nn.ModuleDict(
         {
-            "eps": OtherEps(N),
-            "globals": _with_other_globals()(N),
-            "backend": Backend(),
-            "instance": own_forward,
-            "parametrized": parametrized,
+            "eps": OtherEps(N), "globals": _with_other_globals()(N), "backend": Backend(),
+            "instance": own_forward, "parametrized": parametrized,
         }
-    )
+    )  # fmt: skip
     kinds = {name: type(module) for name, module in model.named_modules()}
     report = fastattn.patch(model, quiet=True)
     assert not report.replaced

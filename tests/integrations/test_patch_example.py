@@ -259,13 +259,10 @@ def test_attention_weights_that_only_eager_attention_returns() -> None:
     config = transformers.BridgeTowerConfig(
         text_config=sizes | {"vocab_size": 40, "intermediate_size": 48},
         vision_config={
-            "hidden_size": 64,
-            "num_hidden_layers": 1,
-            "image_size": 16,
-            "patch_size": 8,
+            "hidden_size": 64, "num_hidden_layers": 1, "image_size": 16, "patch_size": 8,
         },
         **sizes,
-    )
+    )  # fmt: skip
     model = transformers.BridgeTowerModel(config)
     inputs = {"input_ids": torch.randint(3, 40, (2, 5)), "pixel_values": torch.randn(2, 3, 16, 16)}
     report = fastattn.patch(model, example=inputs, quiet=True)

@@ -40,13 +40,9 @@ def test_the_overridden_ops(on_cpu: None, causal: bool, dropout_p: float, keys: 
     )
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
     expected, expected_lse = fastattn.attention(
-        *inputs,
-        causal="bottom_right" if causal else False,
-        scale=0.3,
-        dropout_p=dropout_p,
-        dropout_seed=seed.view(torch.int64)[:1] if dropout_p else None,
-        return_lse=True,
-    )
+        *inputs, causal="bottom_right" if causal else False, scale=0.3, dropout_p=dropout_p,
+        dropout_seed=seed.view(torch.int64)[:1] if dropout_p else None, return_lse=True,
+    )  # fmt: skip
     assert torch.equal(out, expected)
     assert torch.equal(lse, expected_lse)
     for gradient, wanted in zip(

@@ -33,14 +33,9 @@ def gated(function):
 
 
 ACTIVATIONS = {
-    "relu": torch.relu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "silu": F.silu,
-    "reglu": gated(torch.relu),
-    "geglu": gated(F.gelu),
-    "swiglu": gated(F.silu),
-}
+    "relu": torch.relu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu, "reglu": gated(torch.relu), "geglu": gated(F.gelu), "swiglu": gated(F.silu),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "with a hook"])

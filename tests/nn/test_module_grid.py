@@ -25,14 +25,8 @@ pytestmark = [
 ATTENTION = {
     "inputs": ("self", "cross", "query is key", "all different", "kdim and vdim", "kdim alone"),
     "attn_mask": (
-        "none",
-        "bool 2-D",
-        "float 2-D",
-        "bool 3-D",
-        "float 3-D",
-        "float 2-D with gradient",
-        "causal",
-        "causal hint",
+        "none", "bool 2-D", "float 2-D", "bool 3-D", "float 3-D", "float 2-D with gradient",
+        "causal", "causal hint",
     ),
     "padding": ("none", "bool", "float"),
     "weights": ("none", "average", "heads"),
@@ -42,7 +36,7 @@ ATTENTION = {
     "training": (True, False),
     "dtype": (torch.float32, torch.bfloat16, torch.float16, torch.float64),
     "strides": ("contiguous", "transposed", "sliced"),
-}
+}  # fmt: skip
 LAYERS = {
     "batch_first": (True, False),
     "norm_first": (True, False),
@@ -63,11 +57,8 @@ HINT_BESIDE_PADDING = [
 ]
 LAYER_CASES = [(name, case) for name in CLASSES for case in pairwise(**LAYERS, seed=(name,))]
 ACTIVATIONS: dict[str, Any] = {
-    "relu": "relu",
-    "gelu": "gelu",
-    "module": nn.GELU(approximate="tanh"),
-    "function": torch.tanh,
-}
+    "relu": "relu", "gelu": "gelu", "module": nn.GELU(approximate="tanh"), "function": torch.tanh,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["MultiheadAttention", *CLASSES])
@@ -153,16 +144,12 @@ def test_multihead_attention(case: dict[str, Any]) -> None:
     sizes = {"kdim and vdim": {"kdim": 6, "vdim": 10}, "kdim alone": {"kdim": 6}}.get(kind, {})
     reference, fast = (
         package.MultiheadAttention(
-            E,
-            H,
-            bias=case["bias"],
-            add_bias_kv=case["extra"] in ("bias_kv", "both"),
+            E, H, bias=case["bias"], add_bias_kv=case["extra"] in ("bias_kv", "both"),
             add_zero_attn=case["extra"] in ("zero_attn", "both"),
-            batch_first=layout == "batch first",
-            **sizes,
+            batch_first=layout == "batch first", **sizes,
         )
         for package in (nn, fnn)
-    )
+    )  # fmt: skip
     prepare(reference, fast, case)
     batch = 1 if layout == "unbatched" else B
     keys = T if kind in ("self", "query is key") else S

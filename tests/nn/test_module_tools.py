@@ -197,13 +197,9 @@ def test_copies_and_files(name: str) -> None:
     loaded = build(fnn, name, batch_first=True)
     loaded.load_state_dict(torch.load(state, weights_only=True), assign=True)
     copies = [
-        copy.deepcopy(fast),
-        copy.copy(fast),
-        pickle.loads(pickle.dumps(fast)),
-        torch.load(file, weights_only=False),
-        loaded,
-        copy.deepcopy(fast).share_memory(),
-    ]
+        copy.deepcopy(fast), copy.copy(fast), pickle.loads(pickle.dumps(fast)),
+        torch.load(file, weights_only=False), loaded, copy.deepcopy(fast).share_memory(),
+    ]  # fmt: skip
     for other in copies:
         assert [type(m) for m in other.modules()] == [type(m) for m in fast.modules()]
         assert torch.equal(first(other(*args)), expected)

@@ -27,16 +27,10 @@ def test_naive_defaults_are_torchs():
 def test_naive_transformer_equals_torch(norm_first, activation):
     torch.manual_seed(0)
     sizes = {
-        "d_model": E,
-        "nhead": H,
-        "num_encoder_layers": 2,
-        "num_decoder_layers": 2,
-        "dim_feedforward": 24,
-        "dropout": 0.0,
-        "activation": activation,
-        "norm_first": norm_first,
+        "d_model": E, "nhead": H, "num_encoder_layers": 2, "num_decoder_layers": 2,
+        "dim_feedforward": 24, "dropout": 0.0, "activation": activation, "norm_first": norm_first,
         "bias": not norm_first,
-    }
+    }  # fmt: skip
     reference = nn.Transformer(**sizes, batch_first=True)
     plain = naive.Transformer(naive.Config(**sizes))
     plain.load_state_dict(reference.state_dict())

@@ -228,15 +228,10 @@ SMOOTHED = [("layers", n) for n in ("linear1", "linear2", "dropout1", "norm1", "
 @pytest.mark.parametrize(
     "change",
     [
-        hooked,
-        hooked_norm,
-        subclassed,
-        *EXTRA_KEYS,
-        *REPLACED,
-        smoothed("norm"),
+        hooked, hooked_norm, subclassed, *EXTRA_KEYS, *REPLACED, smoothed("norm"),
         *(smoothed(*p) for p in SMOOTHED),
     ],
-)
+)  # fmt: skip
 def test_layers_that_cannot_be_packed_run_padded(change: Any) -> None:
     model = make(fnn.TransformerEncoder, True, False)
     change(model)

@@ -171,15 +171,11 @@ def test_the_report_lists_what_is_not_patched_and_why(capsys: pytest.CaptureFixt
     replaced.forward = lambda x: x  # type: ignore[method-assign, assignment]
     model = nn.ModuleDict(
         {
-            "custom": MyNorm(4),
-            "foreign": MyRMSNorm(),
-            "attention": MyAttention(),
-            "parametrized": parametrized,
-            "replaced": replaced,
-            "scripted": torch.jit.script(nn.Linear(2, 2)),
-            "plain": nn.LayerNorm(4),
+            "custom": MyNorm(4), "foreign": MyRMSNorm(), "attention": MyAttention(),
+            "parametrized": parametrized, "replaced": replaced,
+            "scripted": torch.jit.script(nn.Linear(2, 2)), "plain": nn.LayerNorm(4),
         }
-    )
+    )  # fmt: skip
     report = fastattn.patch(model)
     assert report.replaced == {"plain": "LayerNorm"}
     assert report.kept == {

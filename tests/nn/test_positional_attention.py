@@ -335,13 +335,9 @@ def test_packed_execution_equals_padded(
     src, tgt = (torch.randn(size, requires_grad=True) for size in sizes)
     src_padding, tgt_padding = padding(SRC_LENGTHS, 7), padding(TGT_LENGTHS, 5)
     padded = model(
-        src,
-        tgt,
-        tgt_mask=causal(5),
-        src_key_padding_mask=src_padding,
-        tgt_key_padding_mask=tgt_padding,
-        memory_key_padding_mask=src_padding,
-    )
+        src, tgt, tgt_mask=causal(5), src_key_padding_mask=src_padding,
+        tgt_key_padding_mask=tgt_padding, memory_key_padding_mask=src_padding,
+    )  # fmt: skip
     for layer in (*model.encoder.layers, *model.decoder.layers):
         monkeypatch.setattr(type(layer), "forward", None)  # packed rows do not call it
     packed = model(src, tgt, tgt_mask=causal(5), src_lengths=SRC_LENGTHS, tgt_lengths=TGT_LENGTHS)

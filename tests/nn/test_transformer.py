@@ -327,17 +327,11 @@ def test_unmodified_layers_run_fused(name, norm_first, calls, training):
 @pytest.mark.parametrize(
     ("activation", "fused"),
     [
-        (torch.relu, True),
-        (F.silu, True),
-        (nn.ReLU(inplace=True), True),
-        (nn.SiLU(), True),
-        (nn.GELU(), True),
-        (tanh_gelu(), True),
-        (nn.Mish(), False),
-        (lambda x: x.relu(), False),
+        (torch.relu, True), (F.silu, True), (nn.ReLU(inplace=True), True), (nn.SiLU(), True),
+        (nn.GELU(), True), (tanh_gelu(), True), (nn.Mish(), False), (lambda x: x.relu(), False),
     ],
     ids=label_of_activation,
-)
+)  # fmt: skip
 def test_activations(activation, fused):
     torch.manual_seed(0)
     reference, fast = twins("TransformerEncoderLayer", batch_first=True, activation=activation)

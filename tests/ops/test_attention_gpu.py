@@ -179,12 +179,9 @@ def test_keys_beyond_2_31_elements(place: Place) -> None:
     N, M, reach = _large(place, (1 << 31) // 64, 1 << 11) + 1024, 256, 512
     place.wants_memory(28)
     inputs = {
-        "q": place.normal(1, 1, M, 64),
-        "k": place.normal(1, 1, N, 64),
-        "v": place.normal(1, 1, N, 64),
-        "causal": "bottom_right",
-        "window": (reach, 0),
-    }
+        "q": place.normal(1, 1, M, 64), "k": place.normal(1, 1, N, 64),
+        "v": place.normal(1, 1, N, 64), "causal": "bottom_right", "window": (reach, 0),
+    }  # fmt: skip
     last = (..., slice(N - 1024, None), slice(None))
     out, lse, dq, dk, dv = results(place, inputs)
     alone = results(place, _part(inputs, k=last, v=last))

@@ -163,16 +163,11 @@ def test_a_slice_of_zeros_must_be_zeros() -> None:
 @pytest.mark.parametrize(
     "expected, got",
     [
-        (1.0, torch.nan),
-        (1.0, torch.inf),
-        (torch.nan, 1.0),
-        (torch.nan, torch.inf),
-        (torch.inf, -torch.inf),
-        (-torch.inf, torch.inf),
-        (-torch.inf, -3.4e38),
+        (1.0, torch.nan), (1.0, torch.inf), (torch.nan, 1.0), (torch.nan, torch.inf),
+        (torch.inf, -torch.inf), (-torch.inf, torch.inf), (-torch.inf, -3.4e38),
         (torch.inf, torch.nan),
     ],
-)
+)  # fmt: skip
 def test_non_finite_mismatch(expected: float, got: float) -> None:
     exact = _exact(1, 2, 4, 4)
     exact[0, 1, 2, 3] = expected

@@ -104,13 +104,9 @@ def test_add_layer_norm_drops_the_mask(backend: str) -> None:
     """With x = 1 and residual = 0, z is the mask times the scale; leading dimensions are rows."""
     x = torch.ones(3, 5, 130)
     _, z = _run(
-        "add_layer_norm",
-        backend,
-        x=x,
-        residual=torch.zeros_like(x),
-        return_sum=True,
+        "add_layer_norm", backend, x=x, residual=torch.zeros_like(x), return_sum=True,
         **_dropout(-8, 2**31 - 1, 0.25),
-    )
+    )  # fmt: skip
     keep = dropout_mask(_seed(-8), 2**31 - 1, 0.25, (15, 130)).view(x.shape)
     assert torch.equal(z, keep * torch.tensor(256 / 192, dtype=torch.float32))
 
@@ -123,15 +119,9 @@ def test_ffn_drops_the_mask(backend: str, where: str) -> None:
     dropout = _dropout(13, stream, 0.5 if where == "hidden" else 0.0)
     dropout["output_dropout_p"] = 0.0 if where == "hidden" else 0.5
     y = _run(
-        "ffn",
-        backend,
-        x=torch.zeros(*rows, 16),
-        w1=torch.zeros(F, 16),
-        b1=torch.ones(F),
-        w2=torch.eye(F),
-        b2=torch.zeros(F),
-        **dropout,
-    )
+        "ffn", backend, x=torch.zeros(*rows, 16), w1=torch.zeros(F, 16), b1=torch.ones(F),
+        w2=torch.eye(F), b2=torch.zeros(F), **dropout,
+    )  # fmt: skip
     stream += 0 if where == "hidden" else 2**31
     keep = dropout_mask(_seed(13), stream, 0.5, (36, F)).view(*rows, F)
     assert torch.equal(y, keep * 2.0)

@@ -275,17 +275,11 @@ def probe(make_op: MakeOp) -> Op:
 @pytest.mark.parametrize(
     "value, expected",
     [
-        ("", 1),
-        ("torch", 2),
-        ("reference", 4),
-        ("PROBE=torch", 2),
-        ("attention=reference", 1),
-        ("attention=reference,PROBE=torch", 2),
-        ("reference,PROBE=torch", 2),
-        ("PROBE=torch,reference", 2),
-        (" PROBE = torch , attention = reference ", 2),
+        ("", 1), ("torch", 2), ("reference", 4), ("PROBE=torch", 2), ("attention=reference", 1),
+        ("attention=reference,PROBE=torch", 2), ("reference,PROBE=torch", 2),
+        ("PROBE=torch,reference", 2), (" PROBE = torch , attention = reference ", 2),
     ],
-)
+)  # fmt: skip
 def test_environment(probe, monkeypatch, value, expected):
     _request(monkeypatch, value.replace("PROBE", probe.name))
     assert value_of(probe) == expected

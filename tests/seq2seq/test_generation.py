@@ -234,12 +234,9 @@ def test_neither_batch_nor_padding_changes_a_result(strategy):
     order = random.Random(0).sample(range(8), 8)
     long = [5] * 23 + [END]
     shuffled = generate(
-        model,
-        *padded([rows[i] for i in order] + [long]),
-        max_lengths=[LIMITS[i] for i in order] + [24],
-        strategy=strategy,
-        numbers=[*order, 8],
-    )
+        model, *padded([rows[i] for i in order] + [long]),
+        max_lengths=[LIMITS[i] for i in order] + [24], strategy=strategy, numbers=[*order, 8],
+    )  # fmt: skip
     for i in range(8):
         assert_same_hypotheses(together[i], alone[i])
         assert_same_hypotheses(shuffled[order.index(i)], alone[i])

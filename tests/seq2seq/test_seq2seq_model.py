@@ -162,7 +162,7 @@ def test_errors_of_model_options(changes, message):
         {"positions": "alibi"},
         {"activation": "silu"},
     ],
-)
+)  # fmt: skip
 def test_pytorchs_transformer_refuses_options_that_it_lacks(changes):
     name = next(iter(changes))
     with pytest.raises(ValueError, match=rf"{name} must be .* with torch\.nn"):

@@ -40,12 +40,7 @@ def peer(function, name=None, **options):
 
 
 PEERS = [
-    peer(right),
-    peer(wrong),
-    peer(wrong_gradient),
-    peer(dies),
-    peer(hangs),
-    peer(raises),
+    peer(right), peer(wrong), peer(wrong_gradient), peer(dies), peer(hangs), peer(raises),
     peer(right, "absent", unavailable=lambda: "is not installed"),
     peer(right, "refuses", unsupported=lambda task: f"has no {task.dtype}"),
-]
+]  # fmt: skip

@@ -39,14 +39,9 @@ def make_op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeOp]
         for backend, source in sources.items():
             (folder / f"{backend}.py").write_text(source.replace("PROBE", name))
         op = Op(
-            name,
-            call_type or "Tensor x, float factor",
-            "Tensor y, Tensor z",
-            outputs,
-            folder.name,
-            order,
-            public_name=public_name,
-        )
+            name, call_type or "Tensor x, float factor", "Tensor y, Tensor z", outputs, folder.name,
+            order, public_name=public_name,
+        )  # fmt: skip
         defined.append(op)
         return op
 

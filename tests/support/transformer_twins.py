@@ -13,12 +13,9 @@ import fastattn.nn as fnn
 E, H, FFN = 16, 4, 24
 B, S, T = 3, 7, 5
 CLASSES = (
-    "TransformerEncoderLayer",
-    "TransformerDecoderLayer",
-    "TransformerEncoder",
-    "TransformerDecoder",
-    "Transformer",
-)
+    "TransformerEncoderLayer", "TransformerDecoderLayer", "TransformerEncoder",
+    "TransformerDecoder", "Transformer",
+)  # fmt: skip
 
 
 def build(

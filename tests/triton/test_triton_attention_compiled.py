@@ -206,12 +206,9 @@ LARGEST: dict[str, dict[str, Any]] = {
 }
 # sm_80 has the rows of sm_86 and more shared memory; sm_120 has sm_86's.
 _LARGEST_FORWARD = {
-    "sm_90": ("distance",),
-    "sm_100": ("distance",),
-    "sm_86": LARGEST,
-    "sm_120": ("bias", "fp32"),
+    "sm_90": ("distance",), "sm_100": ("distance",), "sm_86": LARGEST, "sm_120": ("bias", "fp32"),
     "gfx942": ("distance", "fp32"),
-}
+}  # fmt: skip
 
 
 @compiles

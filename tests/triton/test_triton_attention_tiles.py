@@ -70,14 +70,10 @@ def test_only_tiles_with_allowed_pairs_are_computed(
 @pytest.mark.parametrize(
     "letters, is_prepared, by_key",
     [
-        ("BHMN", False, False),
-        ("BHMN", True, True),
-        ("MN", True, False),
-        ("HN", False, True),
-        ("none", False, False),
-        ("none", False, True),
+        ("BHMN", False, False), ("BHMN", True, True), ("MN", True, False), ("HN", False, True),
+        ("none", False, False), ("none", False, True),
     ],
-)
+)  # fmt: skip
 def test_backward_lists_match_allowed_pairs(letters: str, is_prepared: bool, by_key: bool) -> None:
     """Every tile with an allowed pair is listed once. Full tiles have nothing else, and only edge
     tiles have lines without a pair. is_prepared: the mask was prepared.

@@ -14,6 +14,7 @@ import pytest
 import torch
 from sm90_on_host.build import RANDOM, Mutation, missing
 from sm90_on_host.fault_injector import OpInjector
+from sm90_on_host.host_library import HostLibrary
 from torch import Tensor
 
 from fastattn.ops._op import OPS, Op
@@ -129,9 +130,11 @@ CASES = [
     _sample("add_layer_norm", (9, 33), dropout_p=0.3, x_bias=True),
     _sample("add_layer_norm", (9, 72), weight=False, bias=False),
     _sample("add_layer_norm", (5, 72), "sum alone"),
-    _sample("layer_norm", (3, 8200)),
-    _sample("add_layer_norm", (2, 16392), offset=3.0, x_bias=True),
-    _sample("rms_norm", (2, 16392)),
+    _sample("layer_norm", (2, 8200)),  # 32 columns of a thread in the backward
+    _sample("add_layer_norm", (2, 8200), offset=3.0, x_bias=True),  # two strips
+    # Parts of a row, and three strips: of columns that are accessed one by one, half as many do.
+    _sample("add_layer_norm", (2, 8193), offset=3.0, x_bias=True),
+    _sample("rms_norm", (2, 8193)),
 ]
 
 
@@ -144,26 +147,35 @@ def _gradient_of_the_sum_alone() -> None:
     )  # fmt: skip
 
 
-def test_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+def examine(
+    patch: pytest.MonkeyPatch,
+    cases: Sequence[tuple[str, Sample]],
+    mutations: Sequence[Mutation],
+    defines: Sequence[str] = (),
+    host: HostLibrary = on_host.HOST,
+) -> OpInjector:
+    """Injects every fault into the launches of these calls: all must be detected."""
     if reason := missing():
         pytest.skip(reason)
-    machine = on_host.machine("kBFloat16", mutations=MUTATIONS)
-    injector = OpInjector(on_host.HOST, _run_norm, machine, MUTATIONS, later=(RANDOM,))
+    machine = on_host.machine("kBFloat16", defines, mutations=mutations)
+    injector = OpInjector(host, _run_norm, machine, mutations, later=(RANDOM,))
 
     def launch(op: str, problem: int, *types: str) -> str | None:
         return injector.call(op, ctypes.c_void_p(problem), *map(on_host.index_of, types))
 
-    for op, sample in CASES:
-        with monkeypatch.context() as patch:
-            on_host.use(patch, launch)
+    for op, sample in cases:
+        with patch.context() as context:
+            on_host.use(context, launch, host=host)
             for name in on_host.NORMS:
-                patch.setitem(
-                    OPS[name]._launchers, "reference", partial(injector.launch, OPS[name])
-                )
+                launcher = partial(injector.launch, OPS[name])
+                context.setitem(OPS[name]._launchers, "reference", launcher)
             if sample.name == "sum alone":
                 _gradient_of_the_sum_alone()
             else:
                 run_op(SPECS[op], sample, sample.inputs("cpu", torch.bfloat16), "reference")
-    assert len(injector.detected) > 40
-    assert not injector.unreached()
-    assert not injector.undetected(())
+    assert injector.detected and not injector.unreached() and not injector.undetected()
+    return injector
+
+
+def test_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(examine(monkeypatch, CASES, MUTATIONS).detected) > 40

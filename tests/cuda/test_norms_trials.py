@@ -3,18 +3,15 @@ several rows of 512 to 1,024 columns.
 """
 
 import ctypes
-from functools import partial
 
 import norms_on_host as on_host
 import pytest
 import test_norms_faults as faults
 import test_norms_on_host as norms
 import torch
-from sm90_on_host.build import RANDOM, Mutation, missing
-from sm90_on_host.fault_injector import OpInjector
+from sm90_on_host.build import Mutation, missing
 from sm90_on_host.host_library import HostLibrary
 
-from fastattn.ops._op import OPS
 from fastattn.ops.layer_norm import cuda
 from fastattn.testing.oracle import Oracle, run_op
 from fastattn.testing.poison import poisoned_results
@@ -84,21 +81,5 @@ MUTATIONS = [
 @pytest.mark.long
 def test_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every barrier that is left out, and mutations of what is new."""
-    if reason := missing():
-        pytest.skip(reason)
-    machine = on_host.machine("kBFloat16", [_TRIAL], mutations=MUTATIONS)
-    injector = OpInjector(_HOST, faults._run_norm, machine, MUTATIONS, later=(RANDOM,))
-
-    def launch(name: str, problem: int, *types: str) -> str | None:
-        return injector.call(name, ctypes.c_void_p(problem), *map(on_host.index_of, types))
-
-    for op, shape in (("layer_norm", (40, 520)), ("rms_norm", (35, 512))):
-        _, sample = faults._sample(op, shape)
-        with monkeypatch.context() as patch:
-            on_host.use(patch, launch, host=_HOST)
-            for name in on_host.NORMS:
-                patch.setitem(
-                    OPS[name]._launchers, "reference", partial(injector.launch, OPS[name])
-                )
-            run_op(faults.SPECS[op], sample, sample.inputs("cpu", torch.bfloat16), "reference")
-    assert injector.detected and not injector.unreached() and not injector.undetected()
+    cases = [faults._sample("layer_norm", (40, 520)), faults._sample("rms_norm", (35, 512))]
+    faults.examine(monkeypatch, cases, MUTATIONS, [_TRIAL], _HOST)

@@ -99,11 +99,9 @@ def test_rounds_are_long_enough_and_slow_candidates_get_fewer(monkeypatch):
     plan = Plan(round_ms=2.0, rounds=20, min_rounds=3, budget_ms=500.0)
     announced: list[str] = []
     results = time_side_by_side(
-        {"fast": [partial(clock.call, 15e-6)], "slow": [partial(clock.call, 0.1)]},
-        CPU,
-        plan,
+        {"fast": [partial(clock.call, 15e-6)], "slow": [partial(clock.call, 0.1)]}, CPU, plan,
         announce=announced.append,
-    )
+    )  # fmt: skip
     fast, slow = results["fast"], results["slow"]
     assert isinstance(fast, Timing) and isinstance(slow, Timing)
     assert fast.launches == 134 and len(fast.seconds) == 20

@@ -95,9 +95,7 @@ def test_tuning_of_fp32_pads_head_dims_both_ways_and_tries_nothing_twice(arch: s
     [("attention", (2, 4, 256, 64), feature) for feature in FEATURES]
     + [(op, (256, 512), "") for op in NORMS] + [("ffn", (256, 64), "gelu")],
 )  # fmt: skip
-def test_candidates_are_compiled_without_running(
-    op: str, shape: tuple[int, ...], feature: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_candidates_are_compiled_without_running(op, shape, feature, monkeypatch):
     compiled = []
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:

@@ -72,9 +72,7 @@ def _attend(form: str, q: Tensor, k: Tensor, v: Tensor, backend: str) -> Tensor:
 @pytest.mark.parametrize("form", ["padded", "packed", "with weights"])
 @pytest.mark.parametrize("M, H", [(1, 1), (2, 1), (8, 1), (2, 4), (16, 1)])
 @pytest.mark.parametrize("amplitude", [300.0, 1e3, 1e4, 1e5])
-def test_weights_of_scores_whose_products_cancel_sum_to_1(
-    isa: str, form: str, M: int, H: int, amplitude: float
-) -> None:
+def test_weights_of_scores_whose_products_cancel_sum_to_1(isa, form, M, H, amplitude):
     """Their rounding errors depend on the order of sums; the gradient of v does not show it."""
     N, D = 1100, 16
     noise = torch.rand(M, 8, generator=torch.Generator().manual_seed(0))
@@ -158,9 +156,7 @@ def test_a_short_sequence_has_the_bits_of_a_padded_batch(M: int, dtype: torch.dt
 @every_isa
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize("mask_dtype", [torch.bool, *DTYPES, torch.float64])
-def test_the_layout_of_a_mask_changes_no_bit(
-    isa: str, mask_dtype: torch.dtype, dtype: torch.dtype
-) -> None:
+def test_the_layout_of_a_mask_changes_no_bit(isa, mask_dtype, dtype):
     """Masks that kernels read in place or convert row by row, and values that block."""
     M, N, D = 101, 144, 16
     q, k, v = (_randn(1, 2, n, D, dtype=dtype, seed=n) for n in (M, N, N))
@@ -241,9 +237,7 @@ def test_mask_in_fp64(shape: tuple[int, ...]) -> None:
 @every_isa
 @pytest.mark.parametrize("through", ["out", "lse"])
 @pytest.mark.parametrize("mask", ["inf BHM", "inf M", "float H"])
-def test_a_value_for_all_keys_of_a_row_competes_with_the_sink(
-    isa: str, mask: str, through: str
-) -> None:
+def test_a_value_for_all_keys_of_a_row_competes_with_the_sink(isa, mask, through):
     """Without sinks, such a mask changes no weight, and its gradient is that of lse."""
     _check(torch.float32, (through,), M=40, N=70, D=8, H=3, mask=mask, sinks=0.0)
 
@@ -365,11 +359,7 @@ def _outputs_and_gradients(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("view", [lambda x: x, *VIEWS.values()], ids=["contiguous", *VIEWS])
 @pytest.mark.parametrize("case", PLAIN.values(), ids=PLAIN)
-def test_automatic_and_named_calls_have_the_same_bits(
-    case: tuple[tuple[int, ...], dict[str, Any]],
-    view: Callable[[Tensor], Tensor],
-    dtype: torch.dtype,
-) -> None:
+def test_automatic_and_named_calls_have_the_same_bits(case, view, dtype):
     """Results and workspace of the library, poisoned or not, and results made in Python; for every
     layout those of its contiguous copy.
     """
@@ -415,9 +405,7 @@ def test_saved_tensors_may_come_back_in_another_layout() -> None:
         torch.testing.assert_close(x, y)
 
 
-def test_more_positions_than_the_kernels_support_use_another_backend(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_more_positions_than_the_kernels_support_use_another_backend(monkeypatch):
     """The library and `unsupported` agree."""
     asked: list[str | None] = []
 
@@ -436,9 +424,7 @@ def test_more_positions_than_the_kernels_support_use_another_backend(
 
 @pytest.mark.parametrize("backend", [None, "cpu", "torch", "reference"])
 @pytest.mark.parametrize("B, M, N", [(1, 0, 64), (1, 3, 0), (0, 3, 4)])
-def test_biases_of_no_pairs_have_zero_gradients(
-    B: int, M: int, N: int, backend: str | None
-) -> None:
+def test_biases_of_no_pairs_have_zero_gradients(B, M, N, backend):
     """Gradients of a sink are 0 too: out of no key is 0, and rows of no batch have no lse."""
     q, k = torch.randn(B, 2, M, 8), torch.randn(B, 2, N, 8)
     mask = torch.randn(1, 1, 1, N, requires_grad=True)

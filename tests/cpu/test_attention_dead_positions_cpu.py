@@ -25,9 +25,7 @@ def _randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("first", [138, 141, 143])
 @pytest.mark.parametrize("M", [1, 3])
-def test_keys_just_before_the_window_may_hold_anything(
-    isa: str, M: int, dtype: torch.dtype, first: int
-) -> None:
+def test_keys_just_before_the_window_may_hold_anything(isa, M, dtype, first):
     """They may be in the group of keys that the kernel reads together with the first one."""
     N, page = 208, 16
     q = torch.randn(2, 4, M, 64).to(dtype)
@@ -55,9 +53,7 @@ def test_nan_in_live_values_propagates(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("M, window", [(5, None), (1, None), (1, (20, -1))])
-def test_nan_in_a_query_propagates(
-    dtype: torch.dtype, M: int, window: tuple[int, int] | None
-) -> None:
+def test_nan_in_a_query_propagates(dtype, M, window):
     """Its out, lse and gradients are NaN, also with several tiles and splits."""
     q, k, v = (_randn(1, 1, n, 16, dtype=dtype, seed=n) for n in (M, 1100, 1100))
     q[..., -1, :] = float("nan")

@@ -50,9 +50,7 @@ def _randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 @pytest.mark.parametrize(
     "B, H, K, M, N", [(2, 4, 2, 260, 300), (1, 2, 1, 300, 400), (3, 8, 4, 1, 3000), (1, 4, 4, 3, 9)]
 )
-def test_threads_change_no_bit(
-    B: int, H: int, K: int, M: int, N: int, dtype: torch.dtype, average: bool
-) -> None:
+def test_threads_change_no_bit(B, H, K, M, N, dtype, average):
     q = _randn(B, H, M, 40, dtype=dtype, seed=1).requires_grad_()
     k, v = (_randn(B, K, N, 40, dtype=dtype, seed=s).requires_grad_() for s in (2, 3))
 
@@ -70,9 +68,7 @@ def test_threads_change_no_bit(
 @pytest.mark.parametrize("average", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("used", [("out",), ("lse",), ("weights",), ("out", "lse", "weights")])
-def test_gradients_of_some_results(
-    used: tuple[str, ...], dtype: torch.dtype, average: bool
-) -> None:
+def test_gradients_of_some_results(used, dtype, average):
     """Without the weights they have the bits of attention's. The others' gradients are added."""
     q, k, v = (_randn(2, 4, 70, 24, dtype=dtype, seed=s).requires_grad_() for s in range(3))
     options = {"average": average, "causal": CAUSAL["top_left"], "scale": 24**-0.5}

@@ -32,7 +32,7 @@ from fastattn.ops.layer_norm.calls import (
 from fastattn.testing.check import check_sample
 from fastattn.testing.oracle import Oracle, run_op
 from fastattn.testing.poison import poisoned_results
-from fastattn.testing.spec import OpSpec, Sample
+from fastattn.testing.spec import Sample
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SPECS = {each.name: each for each in spec.SPECS}
@@ -104,9 +104,7 @@ def simulate(
 
 
 @pytest.mark.parametrize("op, sample, dtype", _cases(quick=True))
-def test_properties(
-    simulate: Callable[[], None], op: OpSpec, sample: Sample, dtype: torch.dtype
-) -> None:
+def test_properties(simulate, op, sample, dtype):
     """Forward and backward against fp64 with the one tolerance; the same bits in every run and in
     every batch.
     """
@@ -117,9 +115,7 @@ def test_properties(
 
 
 @pytest.mark.parametrize("kilobytes, name", [(100, "add_layer_norm"), (164, "layer_norm")])
-def test_less_shared_memory(
-    simulate: Callable[[], None], machine: Callable[[str], Machine], kilobytes: int, name: str
-) -> None:
+def test_less_shared_memory(simulate, machine, kilobytes, name):
     """Rows are copied one at a time, without their statistics and by fewer thread blocks, or two at
     a time with them; each block computes several rows.
     """
@@ -133,9 +129,7 @@ def test_less_shared_memory(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op, sample, dtype", _cases(quick=False))
-def test_values(
-    simulate: Callable[[], None], op: OpSpec, sample: Sample, dtype: torch.dtype
-) -> None:
+def test_values(simulate, op, sample, dtype):
     oracle = Oracle(op, sample, dtype)
     simulate()
     with poisoned_results():
@@ -362,9 +356,7 @@ def test_tilings(tilings: list[Tiling], N: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("N", [8, 512, 4096, 16384, 100_000])
 @pytest.mark.parametrize("add", [False, True])
-def test_all_thread_blocks_of_a_backward_are_resident(
-    tilings: list[Tiling], N: int, add: bool
-) -> None:
+def test_all_thread_blocks_of_a_backward_are_resident(tilings, N, add):
     """512 threads of a multiprocessor, which may take 128 registers each; none is without rows."""
     for rows in (1, 40, 1 << 18):
         _backward(rows, N, BF16, add)
@@ -377,9 +369,7 @@ def test_all_thread_blocks_of_a_backward_are_resident(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("section", [0, 1, 2, 3])
-def test_a_short_section_of_the_workspace_is_detected(
-    simulate: Callable[[], None], section: int
-) -> None:
+def test_a_short_section_of_the_workspace_is_detected(simulate, section):
     """Each section is accessed up to its end, and accesses behind it fault."""
     simulate()
     sample = _own("add_layer_norm", "strips", "every section", (2, 16_388), x_bias=True)

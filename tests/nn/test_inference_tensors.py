@@ -75,11 +75,9 @@ def test_accepted_where_torch_accepts(name: str, made: str) -> None:
     with torch.inference_mode():
         x = torch.randn(2, 5, E)
     inputs = {
-        "inputs": [x] * count,
-        "memory": [normal, *[x] * (count - 1)],
-        "parameters": [normal] * count,
-        "both": [x] * count,
-    }[made]
+        "inputs": [x] * count, "memory": [normal, *[x] * (count - 1)],
+        "parameters": [normal] * count, "both": [x] * count,
+    }[made]  # fmt: skip
     for training, grad in itertools.product((True, False), repeat=2):
         module.train(training), fast.train(training)
         expected, actual = (_results(m, inputs, grad) for m in (module, fast))

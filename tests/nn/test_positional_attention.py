@@ -327,9 +327,7 @@ def test_fused_layers_equal_modules_called_one_by_one(kind: str, norm_first: boo
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_packed_execution_equals_padded(
-    kind: str, batch_first: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packed_execution_equals_padded(kind, batch_first, monkeypatch):
     model = transformer(kind, batch_first=batch_first)
     sizes = [(3, 7, E), (3, 5, E)] if batch_first else [(7, 3, E), (5, 3, E)]
     src, tgt = (torch.randn(size, requires_grad=True) for size in sizes)

@@ -65,12 +65,10 @@ def test_selected_rows_and_heads(name: str) -> None:
 @pytest.mark.parametrize(
     "rows, strict",
     [
-        (None, True),
-        (slice(1, None), False),
-        (slice(-2, None), True),
+        (None, True), (slice(1, None), False), (slice(-2, None), True),
         (torch.tensor([0, -1]), False),
     ],
-)
+)  # fmt: skip
 def test_export_keeps_sizes(rows: Tensor | slice | None, strict: bool) -> None:
     class Module(torch.nn.Module):
         def forward(self, q: Tensor, k: Tensor) -> Tensor:

@@ -37,11 +37,9 @@ Options = dict[str, Any]
 def examples(number: int) -> settings:
     # No deadline, as the machine may be busy.
     return settings(
-        max_examples=number,
-        derandomize=True,
-        deadline=None,
+        max_examples=number, derandomize=True, deadline=None,
         suppress_health_check=[HealthCheck.too_slow],
-    )
+    )  # fmt: skip
 
 
 def _sample(op: str, make: Any, options: Options) -> Sample:

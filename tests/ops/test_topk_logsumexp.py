@@ -102,11 +102,9 @@ def test_requested_backends_do_not_apply(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_compiles_in_one_graph(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(_env.BACKEND_VARIABLE, "triton")
     search = torch.compile(
-        lambda x: topk_logsumexp(x.sin(), 2, 3),
-        fullgraph=True,
-        backend="aot_eager",
+        lambda x: topk_logsumexp(x.sin(), 2, 3), fullgraph=True, backend="aot_eager",
         dynamic=dynamic,
-    )
+    )  # fmt: skip
     for rows in (3, 5):
         logits = _logits(rows, 40)
         wanted = topk_logsumexp(logits.sin(), 2, 3)

@@ -44,7 +44,7 @@ from fastattn.ops.attention.triton import tiles as device_tiles
 from fastattn.ops.attention.triton.bwd_config import BwdConfig, BwdTile
 from fastattn.ops.attention.triton.fwd_config import ForwardConfig
 from fastattn.testing.poison import poisoned_results
-from fastattn.testing.spec import Inputs, OpSpec, Sample
+from fastattn.testing.spec import Inputs, Sample
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 [ATTENTION], [PACKED] = spec.SPECS, spec_varlen.SPECS
@@ -255,9 +255,7 @@ def test_only_needed_gradients_are_written() -> None:
 @pytest.mark.parametrize(
     "mask, blocks, dtype", [("bool MN", False, FP32), ("min MN", -torch.inf, FP16)]
 )
-def test_a_bias_by_distance_that_only_blocked_pairs_have_may_be_nan(
-    mask: str, blocks: float, dtype: torch.dtype
-) -> None:
+def test_a_bias_by_distance_that_only_blocked_pairs_have_may_be_nan(mask, blocks, dtype):
     """The bits are those of a finite bias."""
     M, N = 40, 70
     distance = torch.arange(N) - torch.arange(M)[:, None]
@@ -283,9 +281,7 @@ def test_a_bias_by_distance_that_only_blocked_pairs_have_may_be_nan(
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
 @pytest.mark.parametrize("mask", [None, "float MN"])
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_nan_in_a_query_reaches_the_gradients(
-    mask: str | None, dtype: torch.dtype, dropout_p: float
-) -> None:
+def test_nan_in_a_query_reaches_the_gradients(mask, dtype, dropout_p):
     """Results of all keys; where dropout drops the pair, the key's value may be left out."""
 
     def make(*args: Any) -> Inputs:
@@ -334,9 +330,7 @@ _NAMES = [
 
 @runs
 @pytest.mark.parametrize("spec, sample, change, options", _CALLS, ids=_NAMES)
-def test_cache_tells_calls_apart_by_options(
-    spec: OpSpec, sample: Callable[..., Sample], change: dict[str, Any], options: dict[str, Any]
-) -> None:
+def test_cache_tells_calls_apart_by_options(spec, sample, change, options):
     key = spec.name, *options
     if key not in _CHECKED:
         check(spec, sample(**options), FP16)
@@ -494,9 +488,7 @@ def test_only_rows_without_keys_have_the_sink_as_lse(dtype: torch.dtype) -> None
 
 
 @interpreted
-def test_rows_beyond_the_length_of_a_packed_sequence_are_not_computed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rows_beyond_the_length_of_a_packed_sequence_are_not_computed(monkeypatch):
     """32 of 256 rows are within their length; their keys are in one tile."""
     from triton.runtime.interpreter import InterpreterBuilder
 
@@ -550,9 +542,7 @@ def _kept_kernel(out_ptr, x_ptr, seed, stream, least, b, h, start, KIND: tl.cons
     ids=str,
 )
 @pytest.mark.parametrize("origin", [(), (2**32 - 2, 2**35 + 1, 2**33 - 32, -16)], ids=str)
-def test_dropout_bits_are_those_of_the_definition(
-    kind: str, dtype: torch.dtype, origin: tuple[int, ...]
-) -> None:
+def test_dropout_bits_are_those_of_the_definition(kind, dtype, origin):
     """On both sides of a threshold of 128, and where bytes have no value below or above it."""
     if kind == "zero" and not _env.architecture("cuda", 0).startswith("sm_"):
         pytest.skip("an instruction of NVIDIA's")
@@ -617,9 +607,7 @@ def test_refusals() -> None:
 @runs
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 @pytest.mark.parametrize("feature", ["causal", "both_lengths", "mask", "dropout"])
-def test_tuning_rejects_wrong_results(
-    direction: str, feature: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tuning_rejects_wrong_results(direction, feature, monkeypatch):
     task = Task("attention", direction, "fp16", (2, 2, 64, 16), feature)
     config = task.candidates("interpreter")[0]
     row = tune.measure(task, config, 1.0, DEVICE)

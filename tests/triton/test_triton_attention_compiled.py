@@ -269,9 +269,7 @@ def test_narrow_values_compile_without_spills(D: int, E: int) -> None:
 @pytest.mark.parametrize(
     "D, E, mask", [(256, 8, None), pytest.param(24, 8, torch.float64, marks=slow)]
 )
-def test_narrow_values_have_the_descriptors_of_keys(
-    D: int, E: int, mask: torch.dtype | None
-) -> None:
+def test_narrow_values_have_the_descriptors_of_keys(D, E, mask):
     """Their upper halves, in constants that addresses are added to: ptxas 12.8 takes a half from a
     register that it has not set where values have another one than keys in the same place.
     """

@@ -7,7 +7,6 @@ in Triton's interpreter.
 
 import itertools
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -46,9 +45,7 @@ _MASK = {"B": 2, "H": 3, "mask": "blocks BHMN"}
         {**_SIZES, "mask": "min_rows M"},
     ],
 )
-def test_only_tiles_with_allowed_pairs_are_computed(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_tiles_with_allowed_pairs_are_computed(options, monkeypatch):
     """Two products for each tile of keys that some row of a tile of rows may attend."""
     from triton.runtime.interpreter import InterpreterBuilder
 

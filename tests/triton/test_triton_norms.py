@@ -118,9 +118,7 @@ BACKWARD_TILINGS = {
     "forward, backward", list(zip(FORWARD_TILINGS, BACKWARD_TILINGS, strict=True))
 )
 @pytest.mark.parametrize("op", ["add_layer_norm", "rms_norm"])
-def test_results_do_not_depend_on_tiles(
-    op: str, forward: str, backward: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_do_not_depend_on_tiles(op, forward, backward, monkeypatch):
     """add_layer_norm with all options, and a norm without a mean."""
     _use(monkeypatch, FORWARD_TILINGS[forward], BACKWARD_TILINGS[backward])
     everything = {"x_bias": True, "dropout_p": 0.3} if op == "add_layer_norm" else {}

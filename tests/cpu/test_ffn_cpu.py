@@ -243,12 +243,3 @@ def test_reference_drops_a_half_residuals_gradient_in_full_precision() -> None:
         gradients.append(torch.autograd.grad(y, leaves, dy))
     for exact, found in zip(*gradients, strict=True):
         torch.testing.assert_close(found, exact, rtol=1e-6, atol=1e-6)
-
-
-def test_refuses_double() -> None:
-    with pytest.raises(NotImplementedError, match="backend cpu has kernels for fp32, bf16 and"):
-        fastattn.ffn(torch.zeros(2, 3, dtype=torch.float64), *_double_weights(), backend="cpu")
-
-
-def _double_weights() -> tuple[Tensor, None, Tensor, None]:
-    return torch.zeros(4, 3, dtype=torch.float64), None, torch.zeros(3, 4).double(), None

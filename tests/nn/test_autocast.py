@@ -145,9 +145,10 @@ def test_casts_with_a_residual_in_the_dtype_of_autocast(norm_first: bool) -> Non
     assert casts.counts["bfloat16"] == casts.counts["float32"] == 5
 
 
-def test_packed_residual_in_the_dtype_of_autocast() -> None:
+@pytest.mark.parametrize("residual", [False, True])
+def test_packed_rows(residual: bool) -> None:
     _, fast = twins("Transformer", batch_first=True)
-    fnn.set_autocast_residual(fast)
+    fnn.set_autocast_residual(fast, residual)
     src, tgt = inputs("Transformer")
     with torch.autocast("cpu", BF16):
         padded = fast(src, tgt)

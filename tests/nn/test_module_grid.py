@@ -76,10 +76,6 @@ def _cases_of(name: str) -> list[dict[str, Any]]:
     return [case for other, case in LAYER_CASES if other == name]
 
 
-def test_size_of_the_grid() -> None:
-    assert len(ATTENTION_CASES) + len(LAYER_CASES) >= 150
-
-
 class _WrongByAFactor(nn.Linear):
     factor = 1.0
 

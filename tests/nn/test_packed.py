@@ -31,11 +31,9 @@ def make(kind: type, batch_first: bool, norm_first: bool, **options: Any) -> Any
         return fnn.Transformer(E, H, 2, 2, 32, **settings)
     if kind is fnn.TransformerEncoder:
         return kind(
-            fnn.TransformerEncoderLayer(E, H, 32, **settings),
-            2,
-            nn.LayerNorm(E),
+            fnn.TransformerEncoderLayer(E, H, 32, **settings), 2, nn.LayerNorm(E),
             enable_nested_tensor=False,
-        )
+        )  # fmt: skip
     return kind(fnn.TransformerDecoderLayer(E, H, 32, **settings), 2)
 
 
@@ -277,16 +275,6 @@ def test_empty_batches_and_sequences() -> None:
     model = make(fnn.TransformerEncoder, True, False)
     assert model(torch.zeros(0, 3, E), src_lengths=[]).shape == (0, 3, E)
     assert torch.equal(model(torch.ones(2, 3, E), src_lengths=[0, 0]), torch.zeros(2, 3, E))
-
-
-def test_autocast() -> None:
-    model = make(fnn.TransformerEncoder, True, True)
-    src = batch(7, True)
-    with torch.autocast("cpu", torch.bfloat16):
-        actual, padded = model(src, **SRC), padded_call(model, src, **SRC)
-    real = ~padding(SRC_LENGTHS, 7)
-    assert actual.dtype == padded.dtype
-    torch.testing.assert_close(actual[real], padded[real], atol=0.05, rtol=0.05)
 
 
 @pytest.mark.parametrize("row_multiple", [1], indirect=True)

@@ -7,7 +7,6 @@ import inspect
 import math
 import pickle
 import warnings
-from unittest import mock
 
 import pytest
 import torch
@@ -271,26 +270,6 @@ def test_compiled_decoder_uses_the_mask_and_drops():
         assert not torch.equal(compiled(*args), compiled(*args))
 
 
-def test_transforms_and_export():
-    torch.manual_seed(0)
-    fast = build(fnn, "TransformerEncoderLayer", batch_first=True)
-    parameters = {name: p.detach() for name, p in fast.named_parameters()}
-    (x,) = inputs("TransformerEncoderLayer")
-
-    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
-        return torch.func.functional_call(fast, parameters, (x[None],)).square().sum()
-
-    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x)
-    for i in range(B):
-        fast.zero_grad()
-        fast(x[i : i + 1]).square().sum().backward()
-        for name, p in fast.named_parameters():
-            torch.testing.assert_close(each[name][i], p.grad)
-    program = torch.export.export(fast.eval(), (x,))
-    assert any("fastattn.attention_fwd" in str(node.target) for node in program.graph.nodes)
-    torch.testing.assert_close(program.module()(x), fast(x))
-
-
 # -- children --------------------------------------------------------------------------------------
 def tanh_gelu() -> nn.Module:
     return nn.GELU(approximate="tanh")
@@ -298,30 +277,6 @@ def tanh_gelu() -> nn.Module:
 
 def label_of_activation(value: object) -> str:
     return repr(value) if isinstance(value, nn.Module) else getattr(value, "__name__", str(value))
-
-
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize(
-    ("name", "norm_first", "calls"),
-    [
-        ("TransformerEncoderLayer", False, (1, 0, 2, 1)),
-        ("TransformerEncoderLayer", True, (1, 1, 1, 1)),
-        ("TransformerDecoderLayer", False, (2, 0, 3, 1)),
-        ("TransformerDecoderLayer", True, (2, 1, 2, 1)),
-    ],
-)
-def test_unmodified_layers_run_fused(name, norm_first, calls, training):
-    fast = build(fnn, name, norm_first=norm_first, batch_first=True).train(training)
-    with (
-        Calls() as counted,
-        torch.no_grad(),
-        mock.patch("torch._transformer_encoder_layer_fwd", side_effect=AssertionError),
-        mock.patch("torch._native_multi_head_attention", side_effect=AssertionError),
-        mock.patch.object(F, "multi_head_attention_forward", side_effect=AssertionError),
-    ):
-        fast(*inputs(name))
-    wanted = dict(zip(("attention", "layer_norm", "add_layer_norm", "ffn"), calls, strict=True))
-    assert counted.of == wanted
 
 
 @pytest.mark.parametrize(

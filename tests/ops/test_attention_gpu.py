@@ -31,8 +31,6 @@ Inputs = dict[str, Any]
 
 
 # -- devices --------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Place:
     """A device and the backend that is tested on it."""
@@ -80,8 +78,6 @@ def place(request: pytest.FixtureRequest) -> Iterator[Place]:
 
 
 # -- calls ----------------------------------------------------------------------------------------
-
-
 def results(place: Place, inputs: Inputs, dout: Tensor | None = None) -> tuple[Tensor, ...]:
     """out, lse and the gradients of inputs that require one. dlse is ones, dout by default too.
 
@@ -131,8 +127,6 @@ FEATURES = (
 
 
 # -- large tensors --------------------------------------------------------------------------------
-
-
 def _large(place: Place, gpu: int, rehearsal: int) -> int:
     return gpu if place.is_gpu else rehearsal
 
@@ -150,11 +144,9 @@ def test_queries_beyond_2_31_elements(place: Place) -> None:
     rows, tail = _large(place, (1 << 31) // 64, 1 << 10) + 512, 512
     place.wants_memory(28)
     inputs = {
-        "q": place.normal(1, 1, rows, 64),
-        "k": place.normal(1, 1, 200, 64),
-        "v": place.normal(1, 1, 200, 64),
-        "return_lse": False,
-    }
+        "q": place.normal(1, 1, rows, 64), "k": place.normal(1, 1, 200, 64),
+        "v": place.normal(1, 1, 200, 64), "return_lse": False,
+    }  # fmt: skip
     last = (..., slice(rows - tail, None), slice(None))
     # Only the last rows have a gradient, so only they contribute to dk and dv.
     dout = torch.zeros_like(inputs["q"])
@@ -219,8 +211,6 @@ def test_masks_with_more_heads_than_the_grid_limit(place: Place, prepared: bool)
 
 
 # -- CUDA graphs ----------------------------------------------------------------------------------
-
-
 def _recorded(
     place: Place, call: Callable[[], tuple[Tensor, ...]]
 ) -> Callable[[], tuple[Tensor, ...]]:
@@ -320,8 +310,6 @@ def test_the_first_call_may_be_captured(place: Place) -> None:
 
 
 # -- streams, threads, devices --------------------------------------------------------------------
-
-
 _BUSY = ("causal", "bool_mask_rows", "bias_fp32", "dropout", "key_lengths_rows")
 
 
@@ -418,8 +406,6 @@ def test_another_device_than_the_current(backend: str, name: str) -> None:
 
 
 # -- synchronisation, determinism -----------------------------------------------------------------
-
-
 class _RaisesOnSync(TorchDispatchMode):
     """Raises for PyTorch ops that make the host wait for the device."""
 
@@ -470,33 +456,6 @@ def test_every_run_gives_the_same_bits_on_a_full_device(place: Place) -> None:
     first = results(place, inputs)
     for _ in range(20 if place.is_gpu else 2):
         assert all(map(torch.equal, results(place, inputs), first))
-
-
-# -- torch's modes --------------------------------------------------------------------------------
-
-
-def test_compiles_in_one_graph_for_every_size(place: Place) -> None:
-    def step(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-        out = fastattn.attention(
-            q, k, v, key_lengths=lengths, causal="top_left", backend=place.backend
-        )
-        return out.float().square().sum()
-
-    compiler = "inductor" if place.is_gpu else "aot_eager"
-    torch._dynamo.reset()
-    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=compiler)
-    for S in (64, 96, 130):
-        q, k, v = (place.normal(2, 2, S, 64) for _ in range(3))
-        lengths = torch.tensor([S, S // 2], device=place.device)
-        found = []
-        for function in (step, compiled):
-            try:
-                loss = function(q, k, v, lengths)
-            except NotImplementedError as refusal:
-                pytest.skip(str(refusal))
-            found.append((loss.detach(), *torch.autograd.grad(loss, (q, k, v))))
-        for x, y in zip(*found, strict=True):
-            torch.testing.assert_close(x, y)
 
 
 # -- memory ---------------------------------------------------------------------------------------

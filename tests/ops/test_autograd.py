@@ -344,26 +344,6 @@ def test_double_backward(op: str) -> None:
         torch.testing.assert_close(a / size, b / size, atol=1e-5, rtol=1e-5)
 
 
-@each_op
-def test_every_choice_of_gradients(op: str) -> None:
-    inputs = make_inputs(op)
-    every = results_of(op, inputs)[-len(inputs) :]
-    retained = call_with_all_results(op, inputs)
-    retained = retained if isinstance(retained, tuple) else (retained,)
-    generator = torch.Generator().manual_seed(1)
-    gradients = [torch.randn(y.shape, generator=generator) for y in retained]
-    for chosen in range(1, 2 ** len(inputs)):
-        of = [i for i in range(len(inputs)) if chosen >> i & 1]
-        some = [x.detach().requires_grad_(i in of) for i, x in enumerate(inputs)]
-        wanted = [inputs[i] for i in of]
-        for found in (
-            results_of(op, some)[len(retained) :],
-            torch.autograd.grad(retained, wanted, gradients, retain_graph=True),
-        ):
-            for i, gradient in zip(of, found, strict=True):
-                assert torch.equal(gradient, every[i]), (of, i)
-
-
 # -- modes and threads ----------------------------------------------------------------------------
 def test_inference_tensors() -> None:
     with torch.inference_mode():

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from subprocesses import python_output
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastattn
 from fastattn import cli, ops
@@ -333,60 +332,6 @@ def test_backends_pass(op: str, backend: str) -> None:
 
 
 # -- calls -----------------------------------------------------------------------------------------
-def sdpa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: Tensor | None = None,
-    key_lengths: Tensor | None = None,
-    query_lengths: Tensor | None = None,
-    causal: bool | str = False,
-    window: tuple[int, int] | None = None,
-    scale: float | None = None,
-) -> Tensor:
-    mask = dense_mask(q, k, mask=mask, key_lengths=key_lengths, query_lengths=query_lengths,
-                      causal=causal, window=window)  # fmt: skip
-    if mask is not None and mask.dtype not in (torch.bool, q.dtype):
-        raise NotImplementedError("takes masks of q's dtype")
-    with sdpa_kernel(SDPBackend.MATH):
-        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
-
-
-@pytest.mark.parametrize("dtype", [FP32, torch.bfloat16])
-def test_pytorchs_attention_passes(dtype: torch.dtype) -> None:
-    """With every restriction in a dense mask; only what it does not take is refused. Every other
-    sample in each dtype.
-    """
-    parts = ("lengths", "mask", "bias", "window", "combined", "top_left", "bottom_right", "gqa")
-    names = [s.name for s in all_specs()["attention"].samples if any(p in s.name for p in parts)]
-    samples = names[dtype is FP32 :: 2]
-    report = judge(sdpa, *samples, dtype=dtype, require="call")
-    report.raise_if_failed()
-    own = ("alibi_slopes", "softcap", "sinks", "relative_bias", "block_table", "relative_buckets",
-           "relative_max_distance")  # fmt: skip
-    allowed = {f"takes no {name}" for name in own} | {"takes masks of q's dtype"}
-    refused = [row.message.split("; ") for row in report.rows if row.status == "refused"]
-    assert refused and {reason for reasons in refused for reason in reasons} <= allowed
-
-
-@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
-def test_pytorchs_norms_pass(op: str) -> None:
-    """eps differs from the default of the function, so that it is passed."""
-
-    def layer_norm(x: Tensor, weight: Any = None, bias: Any = None, eps: float = 1.0) -> Tensor:
-        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
-
-    def rms_norm(x: Tensor, weight: Any = None, eps: float = 1.0) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], weight, eps)
-
-    function = {"layer_norm": layer_norm, "rms_norm": rms_norm}[op]
-    samples = ("model", "odd_width", "no_parameters", "large_eps", "zero_eps")
-    report = check_implementation(function, op, device="cpu", samples=samples)
-    report.raise_if_failed()
-    assert {row.status for row in report.rows} <= {"ok", "imprecise", "differs"}
-
-
 class Attention(torch.nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return textbook(q, k, v)

@@ -256,28 +256,6 @@ def test_overloads_forward_calls_unchanged(spec: OpSpec) -> None:
                 _assert_same_bits(tuple(given), expected)
 
 
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_opcheck_of_named_calls(op: str, backend: str) -> None:
-    """test_op_transforms.py checks the default overload with more samples."""
-    calls = small_call(op)
-    floats = {n: x for n, x in calls.items() if isinstance(x, Tensor) and x.is_floating_point()}
-    leaves = {n: torch.randn_like(x).requires_grad_() for n, x in floats.items()}
-    with CallRecorder() as recorder:
-        y = first_result(op, **calls | leaves, backend=backend)
-        torch.autograd.grad(y.sin().sum(), list(leaves.values()))
-    assert [f.name() for f, _, _ in recorder.calls] == [
-        f"fastattn::{op_name(op, direction)}.backend" for direction in ("fwd", "bwd")
-    ]
-    for function, args, _ in recorder.calls:
-        assert args[-1] == backend
-        fresh = tuple(
-            x.detach().requires_grad_(x.is_floating_point()) if isinstance(x, Tensor) else x
-            for x in args
-        )
-        torch.library.opcheck(function, fresh, test_utils=OPCHECKS)
-
-
 # -- the backend of a call ------------------------------------------------------------------------
 class _Runs(TorchDispatchMode):
     """Records (op, call, whether Python selected its backend) for each call of an op."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from call_recorder import CallRecorder
-from forward_mode import Reference, check_tangents, computed
+from forward_mode import check_tangents, computed
 from op_examples import SPECS, as_tuple, example_inputs, varied_inputs
 from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
@@ -85,14 +85,13 @@ _ROWS: Inputs = {
 
 
 @pytest.mark.parametrize(
-    "op, changes",
+    "op, changes, backend",
     [
-        *(pytest.param(op, {}, id=op) for op in SPECS),
-        pytest.param("attention", _ROWS, id="attention-rows"),
-        *(pytest.param("ffn", {"activation": name}, id=f"ffn-{name}") for name in ACTIVATIONS),
+        *(pytest.param(op, {}, by, id=f"{op}-{by}") for op in SPECS for by in (None, "reference")),
+        pytest.param("attention", _ROWS, None, id="attention-rows"),
+        *(pytest.param("ffn", {"activation": a}, None, id=f"ffn-{a}") for a in ACTIVATIONS),
     ],
 )
-@pytest.mark.parametrize("backend", [None, "reference"])
 def test_finite_differences(op: str, changes: Inputs, backend: str | None) -> None:
     function, tensors = _example(op, backend, **changes)
     leaves = tuple(x.requires_grad_() for x in tensors)
@@ -127,6 +126,10 @@ def test_transforms(op: str) -> None:
     product = grad(dot, every)(*tensors)  # of the Hessian and the tangents, by reverse mode alone
     torch.testing.assert_close(grad(directional, every)(*tensors), product)
     torch.testing.assert_close(jvp(grad(loss, every), tuple(tensors), tangents)[1], product)
+    torch.testing.assert_close(  # by the tangents
+        grad(lambda *given: jvp(loss, tuple(tensors), given)[1], every)(*tangents),
+        grad(loss, every)(*tensors),
+    )
     second = sum((g * t).sum() for g, t in zip(product, tangents, strict=True))
     torch.testing.assert_close(jvp(directional, tuple(tensors), tangents)[1], second)
 

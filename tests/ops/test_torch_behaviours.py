@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from module_equivalence import assert_equivalent, random_mask
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -114,14 +112,6 @@ def test_batches_as_long_as_their_sequences(training: bool, with_grad: bool) -> 
 
 
 # -- sizes and types ------------------------------------------------------------------------------
-@pytest.mark.parametrize("heads, size", [(1, 1), (7, 14), (5, 15), (3, 33), (2, 10)])
-def test_odd_head_dims(heads: int, size: int) -> None:
-    reference, fast = pair("MultiheadAttention", size, heads, batch_first=True)
-    x = torch.randn(B, S, size)
-    assert_equivalent(reference, fast, x, x, x, need_weights=False)
-    assert_equivalent(reference, fast, x, x, x, key_padding_mask=random_mask(B, S))
-
-
 @pytest.mark.parametrize(
     "name, args, kwargs",
     [
@@ -145,46 +135,6 @@ def test_constructors_raise_what_torchs_raise(name, args, kwargs):
     with pytest.raises(type(expected.value)) as got:
         getattr(fnn, name)(*args, **kwargs)
     assert str(got.value) == str(expected.value)
-
-
-# -- derivatives ----------------------------------------------------------------------------------
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize("norm_first", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "MultiheadAttention",
-        "TransformerEncoderLayer",
-        "TransformerDecoderLayer",
-        pytest.param("Transformer", marks=pytest.mark.slow),
-    ],
-)
-def test_derivatives_of_modules(name: str, norm_first: bool) -> None:
-    """First and second order by finite differences, for inputs and parameters; batched."""
-    torch.manual_seed(0)
-    options = {"dropout": 0.0, "batch_first": True, "dtype": torch.float64}
-    x, y = (torch.randn(2, n, 4, dtype=torch.float64, requires_grad=True) for n in (3, 2))
-    padding = torch.tensor([[False, False, True], [False, False, False]])
-    if name == "MultiheadAttention":
-        module: nn.Module = fnn.MultiheadAttention(4, 2, add_zero_attn=norm_first, **options)
-        args, kwargs = (y, x, x), {"key_padding_mask": padding, "need_weights": norm_first}
-    else:
-        options |= {"norm_first": norm_first, "activation": F.gelu, "dim_feedforward": 4}
-        layers = {"num_encoder_layers": 1, "num_decoder_layers": 1} if name == "Transformer" else {}
-        module = getattr(fnn, name)(4, 2, **layers, **options)
-        args = {"TransformerDecoderLayer": (y, x), "Transformer": (x, y)}.get(name, (x,))
-        key = "memory_key_padding_mask" if "Decoder" in name else "src_key_padding_mask"
-        kwargs = {key: padding}
-
-    def function(*tensors: Tensor) -> tuple[Tensor, ...]:
-        result = module(*tensors[: len(args)], **kwargs)
-        result = result if isinstance(result, tuple) else (result,)
-        return tuple(part for part in result if part is not None)
-
-    varied = (*args, *module.parameters())  # these are read from the module
-    options = {"fast_mode": True, "check_batched_grad": True}
-    assert torch.autograd.gradcheck(function, varied, **options)
-    assert torch.autograd.gradgradcheck(function, varied, **options)
 
 
 # -- bugs of other libraries -----------------------------------------------------------------------

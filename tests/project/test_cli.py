@@ -4,7 +4,6 @@ import dataclasses
 import io
 import json
 import re
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -21,9 +20,8 @@ from fastattn.seq2seq import catalogues, demo
 from fastattn.seq2seq.model import ModelConfig
 from fastattn.seq2seq.training import TrainingConfig
 
-# Help and wrong input
 
-
+# -- help and wrong input --------------------------------------------------------------------------
 def test_help_names_every_command_and_exit_code(capsys):
     code, out, _ = call(capsys, "--help")
     assert code == 0
@@ -94,6 +92,7 @@ def test_help_imports_nothing_that_only_commands_need():
         (["evaluate", "x", "--beams=2", "--sample"], "--sample must be given without --beams"),
         (["translate", "--run=x", "--sample", "--top-p=0"], "top_p must lie in (0, 1], got 0.0"),
         (["check", "--json="], "argument --json: must be a file, got ''"),
+        (["train", "--out="], "--out: must be a folder, got ''"),
         (["paint"], "invalid choice: 'paint'"),
     ],
 )
@@ -171,16 +170,6 @@ def test_a_file_without_pairs_is_named(capsys, tmp_path):
     assert "--data must hold lines of source<TAB>target, got 3 lines without them" in err
 
 
-def test_a_missing_package_is_named(capsys, pairs_file, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    code, _, err = call(
-        capsys, "train", "--data", str(pairs_file), "--out", str(tmp_path / "run"), *TINY
-    )
-    assert code == 2
-    assert "train needs the package tokenizers, which is not installed" in err
-    assert "pip install --no-build-isolation '.[demo]'" in err
-
-
 def test_the_default_text_without_a_network_has_its_own_exit_code(capsys, tmp_path, monkeypatch):
     program = tmp_path / "python"
     program.write_text('#!/bin/sh\necho "ERROR: No matching distribution" >&2\nexit 1\n')
@@ -234,14 +223,6 @@ def test_a_run_is_not_overwritten_and_continues_with_its_own_text(
     code, out, _ = call(capsys, *base, "--resume", "--data", str(pairs_file))
     assert code == 0 and "test BLEU" in out
     assert (run_folder / "metrics.jsonl").read_text() == before
-
-
-def test_resuming_needs_a_run(capsys, pairs_file, tmp_path):
-    code, _, err = call(
-        capsys, "train", "--resume", "--data", str(pairs_file), "--out", str(tmp_path)
-    )
-    assert code == 2
-    assert f"must be one that `fastattn train` made, got {tmp_path}, which has no model.json" in err
 
 
 def test_translating_arguments_and_standard_input(capsys, run_folder, monkeypatch, tmp_path):
@@ -347,8 +328,9 @@ def test_every_choice_of_training_reaches_the_run_and_runs_are_compared(
 
 
 def test_translating_needs_a_run_and_short_texts(capsys, run_folder, tmp_path):
-    code, _, err = call(capsys, "translate", "--run", str(tmp_path), "ka")
-    assert code == 2 and f"got {tmp_path}, which has no model.json" in err
+    for command in (("translate", "ka", "--run"), ("train", "--resume", "--out")):
+        code, _, err = call(capsys, *command, str(tmp_path))
+        assert code == 2 and f"got {tmp_path}, which has no model.json" in err
     code, _, err = call(
         capsys, "translate", "--run", str(run_folder), "--device=cpu", "karin " * 30
     )

@@ -39,9 +39,8 @@ from fastattn.seq2seq.generation import (
 from fastattn.seq2seq.model import record_attention
 from fastattn.seq2seq.sampling import Sampling, draw, uniform_numbers
 
-# Greedy
 
-
+# -- greedy ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_greedy_equals_argmax_over_the_whole_model(norm_first):
     model = sharp_model(norm_first=norm_first)
@@ -77,9 +76,7 @@ def test_a_decoder_that_cannot_step_runs_whole_prefixes():
         generate(model, *padded(sources()), max_lengths=LIMITS, use_cache=True)
 
 
-# Beam search
-
-
+# -- beam search -----------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("beams", "length_penalty", "early_stopping"),
     [(1, 0.0, True), (2, 1.0, False), (4, 0.6, True), (4, 0.6, False), (5, 0.0, False)],
@@ -118,9 +115,7 @@ def test_vocabularies_of_special_tokens_and_at_most_one_word(vocabulary, beams):
     assert set(best.tokens) <= set(range(END, vocabulary))
 
 
-# Sampling
-
-
+# -- sampling --------------------------------------------------------------------------------------
 def test_a_number_becomes_a_token_by_the_distribution():
     p = torch.tensor([[0.0, 0.1, 0.4, 0.3, 0.2]])
     rows = torch.linspace(0, 1, 1001)[:-1]
@@ -194,9 +189,7 @@ def test_uniform_numbers_depend_on_seed_and_sentence_alone():
     assert not torch.equal(uniform_numbers(6, [0], 4), uniform_numbers(5, [0], 4))
 
 
-# Every kind of model
-
-
+# -- every kind of model ---------------------------------------------------------------------------
 @pytest.mark.parametrize("changes", KINDS, ids=str)
 def test_every_kind_of_model_decodes(changes):
     """The cache, if there is one, and kept programs give the results of whole prefixes."""
@@ -219,9 +212,7 @@ def test_every_kind_of_model_decodes(changes):
         assert_same_hypotheses(beams[i], naive_beams)
 
 
-# Tests of every search
-
-
+# -- tests of every search -------------------------------------------------------------------------
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_neither_batch_nor_padding_changes_a_result(strategy):
     model = sharp_model()
@@ -328,9 +319,7 @@ def test_a_limit_of_zero_gives_nothing():
     assert generate(model, empty, empty == PAD, max_lengths=[]) == []
 
 
-# Errors
-
-
+# -- errors ----------------------------------------------------------------------------------------
 def test_errors_of_generate():
     model = small_model()
     source = torch.tensor([[5, END]])

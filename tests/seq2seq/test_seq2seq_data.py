@@ -190,9 +190,7 @@ def test_default_held_out_is_five_percent_up_to_500():
     assert runs.default_held_out(repeated) == 16, "the sentences left must train something"
 
 
-# Batches
-
-
+# -- batches ---------------------------------------------------------------------------------------
 def test_batches_cover_the_epoch_within_the_budget():
     examples = random_examples(500)
     plan = plan_batches(examples, token_budget=100, seed=3, epoch=2)

@@ -506,8 +506,6 @@ def test_rows_beyond_the_length_of_a_packed_sequence_are_not_computed(monkeypatc
 
 
 # -- dropout --------------------------------------------------------------------------------------
-
-
 @triton.jit
 def _kept_kernel(out_ptr, x_ptr, seed, stream, least, b, h, start, KIND: tl.constexpr):
     """Drops elements of a tile [32, 64] of ones with one of the functions for it."""
@@ -579,8 +577,6 @@ def test_workspace_holds_dropout_keys_of_all_columns(M: int, N: int) -> None:
 
 
 # -- refusals -------------------------------------------------------------------------------------
-
-
 def test_refusals() -> None:
     q = torch.randn(1, 1, 4, 16)
     wide, far = torch.randn(1, 1, 4, 264), (1 << 22) + 16
@@ -602,8 +598,6 @@ def test_refusals() -> None:
 
 
 # -- tuning ---------------------------------------------------------------------------------------
-
-
 @runs
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 @pytest.mark.parametrize("feature", ["causal", "both_lengths", "mask", "dropout"])

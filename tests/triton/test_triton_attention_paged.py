@@ -58,8 +58,6 @@ def test_refuses_pages_of_other_sizes(page: int) -> None:
 
 
 # -- compiled -------------------------------------------------------------------------------------
-
-
 def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 

@@ -25,8 +25,6 @@ from fastattn.ops.attention.triton.fwd_config import ForwardConfig
 from fastattn.ops.attention.triton.tiles import KernelConstants
 
 # -- tiles to visit -------------------------------------------------------------------------------
-
-
 _SIZES = {"B": 1, "M": 70, "N": 75, "D": 16}
 _MASK = {"B": 2, "H": 3, "mask": "blocks BHMN"}
 
@@ -127,8 +125,6 @@ def test_backward_lists_match_allowed_pairs(letters: str, is_prepared: bool, by_
 
 
 # -- what follows from sizes ----------------------------------------------------------------------
-
-
 def test_diagonal_bounds_match_allowed_pairs() -> None:
     for M, N, causal in itertools.product(range(1, 5), range(1, 5), range(3)):
         q, k = torch.empty(1, 1, M, 1), torch.empty(1, 1, N, 1)

@@ -233,8 +233,6 @@ def test_groups_of_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- configs --------------------------------------------------------------------------------------
-
-
 @compiles
 def test_refuses_what_it_cannot_run() -> None:
     x, wide = torch.empty(3, 16), torch.empty(3, 16).double()

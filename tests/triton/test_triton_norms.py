@@ -51,8 +51,6 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 # -- values ---------------------------------------------------------------------------------------
-
-
 def _check(op: OpSpec, sample: Sample, dtype: torch.dtype) -> None:
     rows = check_sample(Oracle(op, sample, dtype), "triton", DEVICE)
     assert not [row for row in rows if row.status != "ok"]
@@ -293,8 +291,6 @@ def test_another_number_of_rows_uses_the_cached_plan() -> None:
 
 
 # -- on the host ----------------------------------------------------------------------------------
-
-
 def test_rows_are_copied_only_without_a_single_stride() -> None:
     x = torch.randn(4, 6, 8)
     cases = {
@@ -380,8 +376,6 @@ def test_searches_start_from_the_default_config() -> None:
 
 
 # -- compilers ------------------------------------------------------------------------------------
-
-
 def _empty(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 

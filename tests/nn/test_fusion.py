@@ -177,9 +177,9 @@ def launches(module: nn.Module, *args: Tensor, **options: object) -> list[str]:
 
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dropout, training", [(0.0, True), (0.1, True), (0.1, False)])
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
-def test_layers(kind: str, norm_first: bool, activation: str, dropout: float) -> None:
+def test_layers(kind, norm_first, activation, dropout, training):
     settings = {"batch_first": True, "norm_first": norm_first, "activation": activation}
     x, memory = torch.randn(2, 5, 16), torch.randn(2, 7, 16)
     norm = ["fastattn::layer_norm_fwd"] * norm_first
@@ -187,17 +187,17 @@ def test_layers(kind: str, norm_first: bool, activation: str, dropout: float) ->
     attention = ["fastattn::attention_fwd", linear, "fastattn::add_layer_norm_fwd"]
     last = ["fastattn::ffn_fwd"] + ["fastattn::add_layer_norm_fwd"] * (not norm_first)
     if kind == "encoder":
-        encoder = fnn.TransformerEncoderLayer(16, 2, 32, dropout, **settings)  # type: ignore[arg-type]
-        names = launches(encoder, x)
+        encoder = fnn.TransformerEncoderLayer(16, 2, 32, dropout, **settings)
+        names = launches(encoder.train(training), x)
         expected = [*norm, linear, *attention, *last]
     else:
-        decoder = fnn.TransformerDecoderLayer(16, 2, 32, dropout, **settings)  # type: ignore[arg-type]
-        names = launches(decoder, x, memory)
+        decoder = fnn.TransformerDecoderLayer(16, 2, 32, dropout, **settings)
+        names = launches(decoder.train(training), x, memory)
         expected = [*norm, linear, *attention, linear, linear, *attention, *last]
     seed = [name for name in names if name not in {*expected}]
     assert [name for name in names if name in {*expected}] == expected
     # One seed is drawn for all the dropouts of a layer.
-    assert seed == (["randint"] if dropout else [])
+    assert seed == (["randint"] if dropout and training else [])
 
 
 @pytest.mark.parametrize("norm_first", [False, True])

@@ -102,14 +102,11 @@ def _dense(**options: Any) -> Workload:
     return padded_workload("tiny", 2, 4, 33, 16, ("cpu",), **options)
 
 
-@pytest.mark.parametrize(
-    ("name", "scores"),
-    [
-        *[("fastattn-cpu", scores) for scores in SCORE_CHANGES],
-        ("sdpa", "alibi"),
-        ("sdpa", "relative"),
-    ],
-)
+@pytest.mark.parametrize(("name", "scores"), [
+    *[("fastattn-cpu", scores) for scores in SCORE_CHANGES],
+    ("sdpa", "alibi"),
+    ("sdpa", "relative"),
+])  # fmt: skip
 def test_changes_of_scores(name: str, scores: str) -> None:
     workload = padded_workload("tiny", 1, 4, 40, 16, ("cpu",), causal=True, scores=scores)
     spec, peer = cases.specs()["attention"], _peer(name, "attention", "cpu")
@@ -456,14 +453,11 @@ def test_transformer_engine(modules: Any, case: str) -> None:
 
 # -- decoders in a process of their own ------------------------------------------------------------
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "beams", "dtype"),
-    [
-        ("ctranslate2", 1, torch.float32),
-        ("ctranslate2", 3, torch.bfloat16),
-        ("onnxruntime", 1, torch.float32),
-    ],
-)
+@pytest.mark.parametrize(("name", "beams", "dtype"), [
+    ("ctranslate2", 1, torch.float32),
+    ("ctranslate2", 3, torch.bfloat16),
+    ("onnxruntime", 1, torch.float32),
+])  # fmt: skip
 def test_converted_decoders(name: str, beams: int, dtype: torch.dtype) -> None:
     fast, peer = (_peer(each, generation.GENERATION, "cpu") for each in ("fastattn", name))
     if why := peer.unavailable():

@@ -42,16 +42,9 @@ def _synthetic_rows() -> list[Row]:
 
 
 def _synthetic(
-    op: str,
-    direction: str,
-    workload: str,
-    implementation: str,
-    ms: float,
-    shape: dict[str, Any],
-    features: list[str],
-    flops: float = 0.0,
-    bytes_: float = 0.0,
-) -> Row:
+    op: str, direction: str, workload: str, implementation: str, ms: float, shape: dict[str, Any],
+    features: list[str], flops: float = 0.0, bytes_: float = 0.0,
+) -> Row:  # fmt: skip
     return {
         "op": op, "direction": direction, "workload": workload, "shape": shape, "dtype": "bf16",
         "features": features, "impl": implementation, "status": "ok", "message": "", "flops": flops,

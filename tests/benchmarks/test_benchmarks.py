@@ -37,14 +37,10 @@ TINY = Plan(round_ms=0.2, rounds=3, min_rounds=2, budget_ms=50.0)
 
 
 # -- workloads -------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "options",
-    [
-        {}, {"causal": True}, {"causal": True, "window": 5}, {"padded": "keys"}, {"padded": "both"},
-        {"causal": True, "padded": "both"}, {"M": 1, "K": 2},
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("options", [
+    {}, {"causal": True}, {"causal": True, "window": 5}, {"padded": "keys"}, {"padded": "both"},
+    {"causal": True, "padded": "both"}, {"M": 1, "K": 2},
+], ids=str)  # fmt: skip
 def test_flops_of_attention_workloads(options: dict[str, Any]) -> None:
     """4 D per head and pair; causal pairs are half of the square, and half of the diagonal."""
     workload = _attention_workload(**options)
@@ -105,14 +101,10 @@ def _reference(inputs: Inputs) -> Any:
     return cases.specs()["attention"].function(**inputs, backend="reference")
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {}, {"causal": True}, {"K": 2, "padded": "both"}, {"mask": "float HMN"},
-        {"mask": "bool BMN"}, {"dropout_p": 0.2},
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("options", [
+    {}, {"causal": True}, {"K": 2, "padded": "both"}, {"mask": "float HMN"},
+    {"mask": "bool BMN"}, {"dropout_p": 0.2},
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize("sliced", [False, True], ids=["whole", "sliced"])
 def test_check_covers_what_is_timed(options, sliced, monkeypatch):
     if sliced:

@@ -114,17 +114,14 @@ def _results_of_all_options(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "B, H, K, M, N",
-    [
-        pytest.param(2, 4, 2, 260, 300, id="one pass over all gradients"),
-        pytest.param(1, 2, 1, 300, 400, id="keys and queries in passes of their own"),
-        # More tiles of keys than parts of the sums by distance.
-        pytest.param(1, 2, 1, 40, 1200, id="keys and queries in passes of their own, many keys"),
-        pytest.param(3, 8, 4, 1, 3000, id="one query"),
-        pytest.param(2, 8, 4, 3, 2100, id="few queries"),
-    ],
-)
+@pytest.mark.parametrize("B, H, K, M, N", [
+    pytest.param(2, 4, 2, 260, 300, id="one pass over all gradients"),
+    pytest.param(1, 2, 1, 300, 400, id="keys and queries in passes of their own"),
+    # More tiles of keys than parts of the sums by distance.
+    pytest.param(1, 2, 1, 40, 1200, id="keys and queries in passes of their own, many keys"),
+    pytest.param(3, 8, 4, 1, 3000, id="one query"),
+    pytest.param(2, 8, 4, 3, 2100, id="few queries"),
+])  # fmt: skip
 def test_threads_change_no_bit(B: int, H: int, K: int, M: int, N: int, dtype: torch.dtype) -> None:
     assert_threads_change_no_bit(lambda: _results_of_all_options(B, H, K, M, N, dtype))
 

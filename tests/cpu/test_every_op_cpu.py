@@ -31,9 +31,7 @@ TYPICAL = {
     "attention_with_weights": (
         "plain", "odd_sizes", "dropout", "bool_mask_rows", "all_scores", "one_query",
     ),
-    "ffn": (
-        "gelu_tanh", "reglu", "odd_sizes", "weights_transposed", "no_rows", "fp32_residual",
-    ),
+    "ffn": ("gelu_tanh", "reglu", "odd_sizes", "weights_transposed", "no_rows", "fp32_residual"),
     **dict.fromkeys(
         ("layer_norm", "add_layer_norm", "rms_norm"),
         ("model", "odd_width", "three_columns", "row_stride", "dropout", "fp32_residual"),

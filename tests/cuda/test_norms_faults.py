@@ -148,12 +148,9 @@ def _gradient_of_the_sum_alone() -> None:
 
 
 def examine(
-    patch: pytest.MonkeyPatch,
-    cases: Sequence[tuple[str, Sample]],
-    mutations: Sequence[Mutation],
-    defines: Sequence[str] = (),
-    host: HostLibrary = on_host.HOST,
-) -> OpInjector:
+    patch: pytest.MonkeyPatch, cases: Sequence[tuple[str, Sample]], mutations: Sequence[Mutation],
+    defines: Sequence[str] = (), host: HostLibrary = on_host.HOST,
+) -> OpInjector:  # fmt: skip
     """Injects every fault into the launches of these calls: all must be detected."""
     if reason := missing():
         pytest.skip(reason)

@@ -95,14 +95,9 @@ def check(given: Sample, dtype: torch.dtype, judge: int, **layout: Any) -> None:
 
 
 def sharded_results(
-    inputs: Inputs,
-    leaves: tuple[str, ...],
-    douts: tuple[Tensor, ...],
-    *,
-    balanced: bool = False,
-    key_balanced: bool | None = None,
-    **options: Any,
-) -> dict[str, Tensor]:
+    inputs: Inputs, leaves: tuple[str, ...], douts: tuple[Tensor, ...], *, balanced: bool = False,
+    key_balanced: bool | None = None, **options: Any,
+) -> dict[str, Tensor]:  # fmt: skip
     """Results and gradients of the whole sequences, from those of each process."""
     of_keys = balanced if key_balanced is None else key_balanced
     layouts = {"k": of_keys, "v": of_keys}  # of other tensors: balanced

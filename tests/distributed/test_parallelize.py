@@ -176,7 +176,7 @@ def trained_like_one_process(
     *,
     packed: bool = False,
     **plan: Any,
-) -> None:
+) -> None:  # fmt: skip
     expected, gradients, weights = alone(config, steps)
     model = make_model(config)
     mesh = mesh_of(**sizes)

@@ -384,25 +384,21 @@ def test_what_differs_stays() -> None:
     assert {name: type(module) for name, module in model.named_modules()} == kinds
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"query": torch.randn(2, 7, 8)},  # three dimensions
-        {"key": torch.randn(1, 3, 7, 8)},  # broadcast batch
-        {"attn_mask": MASK, "is_causal": True},
-        {"attn_mask": torch.zeros(7, 7, dtype=torch.float64)},
-        {"attn_mask": torch.zeros(6, 7)},
-        {"attn_mask": torch.zeros(7)},
-        {"attn_mask": causal_lower_right(7, 9), **dict.fromkeys(("key", "value"), KEYS)},
-        {"attn_mask": causal_lower_right(7, 7), "is_causal": True},
-        {"dropout_p": 2.0},
-        {"is_causal": 1},
-        {"other": None},
-        {"query": torch.randn(2, 6, 7, 8)},  # grouped heads without enable_gqa
-        {"value": torch.randn(2, 3, 7, 8).bfloat16()},
-    ],
-    ids=lambda change: "-".join(change),
-)
+@pytest.mark.parametrize("change", [
+    {"query": torch.randn(2, 7, 8)},  # three dimensions
+    {"key": torch.randn(1, 3, 7, 8)},  # broadcast batch
+    {"attn_mask": MASK, "is_causal": True},
+    {"attn_mask": torch.zeros(7, 7, dtype=torch.float64)},
+    {"attn_mask": torch.zeros(6, 7)},
+    {"attn_mask": torch.zeros(7)},
+    {"attn_mask": causal_lower_right(7, 9), **dict.fromkeys(("key", "value"), KEYS)},
+    {"attn_mask": causal_lower_right(7, 7), "is_causal": True},
+    {"dropout_p": 2.0},
+    {"is_causal": 1},
+    {"other": None},
+    {"query": torch.randn(2, 6, 7, 8)},  # grouped heads without enable_gqa
+    {"value": torch.randn(2, 3, 7, 8).bfloat16()},
+], ids=lambda change: "-".join(change))  # fmt: skip
 def test_other_calls_of_sdpa_are_pytorchs(change: dict[str, Any]) -> None:
     """Calls that `attention` does not cover, invalid ones included, have PyTorch's result."""
 

@@ -61,9 +61,7 @@ SINKS: dict[str, Callable[[], Any]] = {
     "granite_swa": kind_of(
         "GraniteSWAForCausalLM", "GraniteSWAConfig", sliding_window=4, **LLAMA_SIZES, **SMALL
     ),
-    "mimo_v2_flash": kind_of(
-        "MiMoV2FlashForCausalLM", "MiMoV2FlashConfig", **LLAMA_SIZES, **SMALL
-    ),
+    "mimo_v2_flash": kind_of("MiMoV2FlashForCausalLM", "MiMoV2FlashConfig", **LLAMA_SIZES, **SMALL),
 }  # fmt: skip
 ALIBI: dict[str, Callable[[], Any]] = {
     "falcon": kind_of(

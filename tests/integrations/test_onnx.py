@@ -390,13 +390,9 @@ class Step(nn.Module):
         self.eval()
 
     def forward(
-        self,
-        x: Tensor,
-        position: Tensor,
-        targets: list[Tensor],
-        memories: list[Tensor],
+        self, x: Tensor, position: Tensor, targets: list[Tensor], memories: list[Tensor],
         memory_lengths: Tensor,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         pairs = zip(targets, memories, strict=True)
         layers = [LayerCache(target.clone(), memory) for target, memory in pairs]
         cache = DecoderCache(layers, self.max_length, memory_lengths=memory_lengths)

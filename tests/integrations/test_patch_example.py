@@ -168,14 +168,11 @@ def give_nan(x: Tensor) -> Tensor:
     return x * float("nan")
 
 
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        (add, "its result differed by"),
-        (give_nan, "its result differed by inf"),
-        (raise_error, "raised KeyError: 'no such thing'"),
-    ],
-)
+@pytest.mark.parametrize(("change", "why"), [
+    (add, "its result differed by"),
+    (give_nan, "its result differed by inf"),
+    (raise_error, "raised KeyError: 'no such thing'"),
+])  # fmt: skip
 @pytest.mark.parametrize("at", [{"norms.0"}, {"norms.3"}, {"norms.1", "norms.4"}])
 def test_a_wrong_conversion_is_found_and_reverted(change, why, at, x, monkeypatch):
     model = Model()
@@ -309,35 +306,32 @@ class Box:
 MASK = torch.arange(7) >= torch.tensor([[7], [5]])
 
 
-@pytest.mark.parametrize(
-    ("forward", "given"),
-    [
-        # Opposite conventions: everything would be padding.
-        (lambda self, x, attention_mask: self.norm(x), {"attention_mask": MASK & False}),
-        (lambda self, x, attention_mask: self.norm(x), {"attention_mask": torch.zeros(2, 7)}),
-        # The encoder's padding is not that of the decoder's output.
-        (
-            lambda self, x, attention_mask, decoder_attention_mask: self.norm(x) * MASK[..., None],
-            {"attention_mask": ~MASK, "decoder_attention_mask": torch.ones(2, 7)},
+@pytest.mark.parametrize(("forward", "given"), [
+    # Opposite conventions: everything would be padding.
+    (lambda self, x, attention_mask: self.norm(x), {"attention_mask": MASK & False}),
+    (lambda self, x, attention_mask: self.norm(x), {"attention_mask": torch.zeros(2, 7)}),
+    # The encoder's padding is not that of the decoder's output.
+    (
+        lambda self, x, attention_mask, decoder_attention_mask: self.norm(x) * MASK[..., None],
+        {"attention_mask": ~MASK, "decoder_attention_mask": torch.ones(2, 7)},
+    ),
+    # [B, C], where C is the number of positions; [N, B, ...], where N = B.
+    (lambda self, x, attention_mask: self.norm(x)[..., 0] * MASK, {"attention_mask": ~MASK}),
+    (
+        lambda self, x, attention_mask: (
+            self.norm(x[:, :2]).transpose(0, 1) * torch.tensor([[0, 1], [0, 0]])[..., None]
         ),
-        # [B, C], where C is the number of positions; [N, B, ...], where N = B.
-        (lambda self, x, attention_mask: self.norm(x)[..., 0] * MASK, {"attention_mask": ~MASK}),
-        (
-            lambda self, x, attention_mask: (
-                self.norm(x[:, :2]).transpose(0, 1) * torch.tensor([[0, 1], [0, 0]])[..., None]
-            ),
-            {"attention_mask": torch.tensor([[1, 0], [1, 1]])},
-        ),
-        # Outputs that are no floating tensors of a container.
-        (lambda self, x: {"box": Box(self.norm(x)), "n": x}, {}),
-        (lambda self, x: (self.norm(x) > 0.3, x), {}),
-        (lambda self, x: (self.norm(x).to_sparse(), x), {}),
-        (lambda self, x: torch.nested.as_nested_tensor([*self.norm(x)]), {}),
-        # Written in place, appended, or hidden behind a value that does not vary.
-        (lambda self, x: self.norm(x.add_(self.attention(x))), {}),
-        (lambda self, x, found: found.append(self.norm(x)) or found, {"found": []}),
-    ],
-)
+        {"attention_mask": torch.tensor([[1, 0], [1, 1]])},
+    ),
+    # Outputs that are no floating tensors of a container.
+    (lambda self, x: {"box": Box(self.norm(x)), "n": x}, {}),
+    (lambda self, x: (self.norm(x) > 0.3, x), {}),
+    (lambda self, x: (self.norm(x).to_sparse(), x), {}),
+    (lambda self, x: torch.nested.as_nested_tensor([*self.norm(x)]), {}),
+    # Written in place, appended, or hidden behind a value that does not vary.
+    (lambda self, x: self.norm(x.add_(self.attention(x))), {}),
+    (lambda self, x, found: found.append(self.norm(x)) or found, {"found": []}),
+])  # fmt: skip
 def test_no_wrong_result_is_overlooked(forward, given, x, monkeypatch):
     torch.manual_seed(0)
     model = Calls(forward)

@@ -102,20 +102,14 @@ OTHERS: dict[str, tuple[str, str]] = {
     "Changed": ("nn.LayerNorm", "y = x.zero_()\n return super().forward(x)"),
     "Overwritten": ("nn.LayerNorm", "y = x.zero_()\n y = x\n return super().forward(y)"),
     "Global": ("nn.LayerNorm", "return super().forward(x.float() if False else hidden)"),
-    "GlobalX": (
-        "Own",
-        "return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)",
-    ),
+    "GlobalX": ("Own", "return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)"),
     "Sum": ("nn.LayerNorm", "y = super().forward(x.float())\n return (x + y).to(x.dtype)"),
     "OneIsNone": (
         "nn.LayerNorm",
         "return F.layer_norm(x, self.normalized_shape, self.weight, "
         "self.bias if self.weight is not None else None, self.eps)",
     ),
-    "Slice": (
-        "Own",
-        "return F.layer_norm(x, x.shape[-2:], self.weight, self.bias, self.eps)",
-    ),
+    "Slice": ("Own", "return F.layer_norm(x, x.shape[-2:], self.weight, self.bias, self.eps)"),
 }  # fmt: skip
 ARGUMENTS = {"OneLine": "hidden", "Global": "hidden", "GlobalX": "hidden", "Optional": "values"}
 

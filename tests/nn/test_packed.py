@@ -223,13 +223,10 @@ REPLACED = [replaced(block) for block in ("_sa_block", "_ff_block")]
 SMOOTHED = [("layers", n) for n in ("linear1", "linear2", "dropout1", "norm1", "activation")]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        hooked, hooked_norm, subclassed, *EXTRA_KEYS, *REPLACED, smoothed("norm"),
-        *(smoothed(*p) for p in SMOOTHED),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("change", [
+    hooked, hooked_norm, subclassed, *EXTRA_KEYS, *REPLACED, smoothed("norm"),
+    *(smoothed(*p) for p in SMOOTHED),
+])  # fmt: skip
 def test_layers_that_cannot_be_packed_run_padded(change: Any) -> None:
     model = make(fnn.TransformerEncoder, True, False)
     change(model)
@@ -312,18 +309,15 @@ def test_batches_have_few_layouts_on_a_gpu() -> None:
     assert layouts == {(128, 5 + 1, 64)}
 
 
-@pytest.mark.parametrize(
-    ("lengths", "error", "message"),
-    [
-        ([1, 2], ValueError, "src_lengths must have one length for each of the 4 sequences, got 2"),
-        ([1, 2, 3, 8], ValueError, "src_lengths must be between 0 and 7, got 8"),
-        ([1, 2, 3, -1], ValueError, "src_lengths must be between 0 and 7, got -1"),
-        ([1, 2, 3, 1.5], TypeError, "src_lengths must hold integers, got 1.5"),
-        (4, TypeError, "src_lengths must be a list or a CPU tensor, got int"),
-        (torch.ones(4), ValueError, "src_lengths must be int32 or int64 .4., got torch.float32"),
-        (torch.ones(4, dtype=torch.int64, device="meta"), ValueError, "must be on the CPU"),
-    ],
-)
+@pytest.mark.parametrize(("lengths", "error", "message"), [
+    ([1, 2], ValueError, "src_lengths must have one length for each of the 4 sequences, got 2"),
+    ([1, 2, 3, 8], ValueError, "src_lengths must be between 0 and 7, got 8"),
+    ([1, 2, 3, -1], ValueError, "src_lengths must be between 0 and 7, got -1"),
+    ([1, 2, 3, 1.5], TypeError, "src_lengths must hold integers, got 1.5"),
+    (4, TypeError, "src_lengths must be a list or a CPU tensor, got int"),
+    (torch.ones(4), ValueError, "src_lengths must be int32 or int64 .4., got torch.float32"),
+    (torch.ones(4, dtype=torch.int64, device="meta"), ValueError, "must be on the CPU"),
+])  # fmt: skip
 def test_wrong_lengths(lengths: Any, error: type[Exception], message: str) -> None:
     model = make(fnn.TransformerEncoder, True, False)
     with pytest.raises(error, match=message):

@@ -200,23 +200,20 @@ def test_torchs_layers_and_stacks_use_the_scores(scoring):
 
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize("scoring", SCORES)
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"query": torch.zeros(M, E)}, r"query must be \[B, S, 8\], got \[3, 8\]"),
-        ({"key": torch.zeros(1, N, E)}, r"key must hold 2 sequences of 5, got B, S of \[1, 5\]"),
-        ({"value": torch.zeros(B, M, E)}, r"value must hold 2 sequences of 5, .*\[2, 3\]"),
-        (
-            {"key_padding_mask": torch.zeros(1, N).bool()},
-            r"key_padding_mask must be bool or floating, \[2, 5\], got torch.bool \[1, 5\]",
-        ),
-        (
-            {"attn_mask": torch.zeros(M, N, dtype=torch.int32)},
-            r"attn_mask must be bool or floating, \[3, 5\] or \[4, 3, 5\], got torch.int32",
-        ),
-        ({"is_causal": True}, "is_causal=True is a hint about attn_mask and needs it"),
-    ],
-)
+@pytest.mark.parametrize("change, message", [
+    ({"query": torch.zeros(M, E)}, r"query must be \[B, S, 8\], got \[3, 8\]"),
+    ({"key": torch.zeros(1, N, E)}, r"key must hold 2 sequences of 5, got B, S of \[1, 5\]"),
+    ({"value": torch.zeros(B, M, E)}, r"value must hold 2 sequences of 5, .*\[2, 3\]"),
+    (
+        {"key_padding_mask": torch.zeros(1, N).bool()},
+        r"key_padding_mask must be bool or floating, \[2, 5\], got torch.bool \[1, 5\]",
+    ),
+    (
+        {"attn_mask": torch.zeros(M, N, dtype=torch.int32)},
+        r"attn_mask must be bool or floating, \[3, 5\] or \[4, 3, 5\], got torch.int32",
+    ),
+    ({"is_causal": True}, "is_causal=True is a hint about attn_mask and needs it"),
+])  # fmt: skip
 def test_input_errors(scoring, change, message, need_weights):
     memory = torch.zeros(B, N, E)
     given = {"query": torch.zeros(B, M, E), "key": memory, "value": memory} | change

@@ -279,14 +279,10 @@ def label_of_activation(value: object) -> str:
     return repr(value) if isinstance(value, nn.Module) else getattr(value, "__name__", str(value))
 
 
-@pytest.mark.parametrize(
-    ("activation", "fused"),
-    [
-        (torch.relu, True), (F.silu, True), (nn.ReLU(inplace=True), True), (nn.SiLU(), True),
-        (nn.GELU(), True), (tanh_gelu(), True), (nn.Mish(), False), (lambda x: x.relu(), False),
-    ],
-    ids=label_of_activation,
-)  # fmt: skip
+@pytest.mark.parametrize(("activation", "fused"), [
+    (torch.relu, True), (F.silu, True), (nn.ReLU(inplace=True), True), (nn.SiLU(), True),
+    (nn.GELU(), True), (tanh_gelu(), True), (nn.Mish(), False), (lambda x: x.relu(), False),
+], ids=label_of_activation)  # fmt: skip
 def test_activations(activation, fused):
     torch.manual_seed(0)
     reference, fast = twins("TransformerEncoderLayer", batch_first=True, activation=activation)
@@ -390,16 +386,13 @@ def test_replaced_children_and_overridden_blocks():
     assert_same("weights", fast.weights, reference.weights, reference.weights.double())
 
 
-@pytest.mark.parametrize(
-    ("name", "block"),
-    [
-        ("TransformerEncoderLayer", "_sa_block"),
-        ("TransformerEncoderLayer", "_ff_block"),
-        ("TransformerDecoderLayer", "_sa_block"),
-        ("TransformerDecoderLayer", "_mha_block"),
-        ("TransformerDecoderLayer", "_ff_block"),
-    ],
-)
+@pytest.mark.parametrize(("name", "block"), [
+    ("TransformerEncoderLayer", "_sa_block"),
+    ("TransformerEncoderLayer", "_ff_block"),
+    ("TransformerDecoderLayer", "_sa_block"),
+    ("TransformerDecoderLayer", "_mha_block"),
+    ("TransformerDecoderLayer", "_ff_block"),
+])  # fmt: skip
 def test_blocks_of_one_instance(name, block):
     torch.manual_seed(0)
     reference, fast = twins(name, batch_first=True)

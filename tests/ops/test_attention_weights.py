@@ -62,13 +62,10 @@ def test_selected_rows_and_heads(name: str) -> None:
         torch.testing.assert_close(_weights(inputs, rows=rows, heads=heads), expected)
 
 
-@pytest.mark.parametrize(
-    "rows, strict",
-    [
-        (None, True), (slice(1, None), False), (slice(-2, None), True),
-        (torch.tensor([0, -1]), False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("rows, strict", [
+    (None, True), (slice(1, None), False), (slice(-2, None), True),
+    (torch.tensor([0, -1]), False),
+])  # fmt: skip
 def test_export_keeps_sizes(rows: Tensor | slice | None, strict: bool) -> None:
     class Module(torch.nn.Module):
         def forward(self, q: Tensor, k: Tensor) -> Tensor:
@@ -94,25 +91,22 @@ def test_half_precision_is_computed_in_fp32(dtype: torch.dtype) -> None:
     torch.testing.assert_close(weights.double(), exact, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "changes, error, message",
-    [
-        ({"rows": torch.zeros(2)}, TypeError, "rows must be a slice or an int32 or int64 index"),
-        ({"rows": 3}, TypeError, "rows must be a slice"),
-        ({"heads": torch.zeros(1, 1).int()}, TypeError, "heads must be a slice"),
-        ({"heads": torch.tensor([0]).to_sparse()}, TypeError, "heads must be a dense tensor"),
-        ({"rows": slice(None, None, -1)}, ValueError, "rows must be a slice of integers with a"),
-        ({"rows": slice(0.5, 2)}, TypeError, "rows must be a slice of integers with a step >= 1"),
-        ({"rows": torch.tensor([0, 3])}, IndexError, "rows must hold positions from -3 to 2"),
-        ({"heads": torch.tensor([-3])}, IndexError, "heads must hold positions from -2 to 1"),
-        ({"q": torch.zeros(1, 2, 3)}, ValueError, "q must have 4 dimensions"),
-        ({"k": torch.zeros(1, 2, 5, 7)}, ValueError, "k must have q's head dim 4, got 7"),
-        ({"mask": torch.ones(9).bool()}, ValueError, "mask must be broadcastable"),
-        ({"key_lengths": torch.ones(3).int()}, ValueError, r"key_lengths must be \[1\] or"),
-        ({"causal": True}, ValueError, "ambiguous for 3 queries and 5 keys"),
-        ({"scale": float("inf")}, ValueError, "scale must be finite"),
-    ],
-)
+@pytest.mark.parametrize("changes, error, message", [
+    ({"rows": torch.zeros(2)}, TypeError, "rows must be a slice or an int32 or int64 index"),
+    ({"rows": 3}, TypeError, "rows must be a slice"),
+    ({"heads": torch.zeros(1, 1).int()}, TypeError, "heads must be a slice"),
+    ({"heads": torch.tensor([0]).to_sparse()}, TypeError, "heads must be a dense tensor"),
+    ({"rows": slice(None, None, -1)}, ValueError, "rows must be a slice of integers with a"),
+    ({"rows": slice(0.5, 2)}, TypeError, "rows must be a slice of integers with a step >= 1"),
+    ({"rows": torch.tensor([0, 3])}, IndexError, "rows must hold positions from -3 to 2"),
+    ({"heads": torch.tensor([-3])}, IndexError, "heads must hold positions from -2 to 1"),
+    ({"q": torch.zeros(1, 2, 3)}, ValueError, "q must have 4 dimensions"),
+    ({"k": torch.zeros(1, 2, 5, 7)}, ValueError, "k must have q's head dim 4, got 7"),
+    ({"mask": torch.ones(9).bool()}, ValueError, "mask must be broadcastable"),
+    ({"key_lengths": torch.ones(3).int()}, ValueError, r"key_lengths must be \[1\] or"),
+    ({"causal": True}, ValueError, "ambiguous for 3 queries and 5 keys"),
+    ({"scale": float("inf")}, ValueError, "scale must be finite"),
+])  # fmt: skip
 def test_errors_name_the_argument(changes, error, message):
     inputs: Inputs = {"q": torch.zeros(1, 2, 3, 4), "k": torch.zeros(1, 2, 5, 4)}
     with pytest.raises(error, match=message):

@@ -486,20 +486,17 @@ def test_progress_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None
     assert len(lines) == 10 and lines[-1].startswith("checking: 25 of 25, ")
 
 
-@pytest.mark.parametrize(
-    "argument, named",
-    [
-        ("--op=nonsense", "--op must be one of"),
-        ("--backend=nonsense", "--backend must be one of"),
-        ("--device=nonsense", "--device"),
-        ("--jobs=-3", "--jobs"),
-        ("--sample=nonsense", "at least one sample"),
-        ("--isa=nonsense", "--isa must be one of"),
-        ("--seed=3", "--seed must go with --fuzz N"),
-        ("--fuzz=2 --quick", "--quick must go without --fuzz"),
-        ("--fuzz=2 --op=ffn", "--op must be one of attention"),
-    ],
-)
+@pytest.mark.parametrize("argument, named", [
+    ("--op=nonsense", "--op must be one of"),
+    ("--backend=nonsense", "--backend must be one of"),
+    ("--device=nonsense", "--device"),
+    ("--jobs=-3", "--jobs"),
+    ("--sample=nonsense", "at least one sample"),
+    ("--isa=nonsense", "--isa must be one of"),
+    ("--seed=3", "--seed must go with --fuzz N"),
+    ("--fuzz=2 --quick", "--quick must go without --fuzz"),
+    ("--fuzz=2 --op=ffn", "--op must be one of attention"),
+])  # fmt: skip
 def test_wrong_options_are_named(argument, named, capsys):
     try:
         code = cli.main(["check", *argument.split()])

@@ -27,19 +27,11 @@ HELD = tuple(k for k in KINDS if not k.startswith(("NaN", "precision", "batch bi
 
 
 def textbook(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: Tensor | None = None,
-    key_lengths: Tensor | None = None,
-    causal: bool | str = False,
-    scale: float | None = None,
-    blocked: float = -torch.inf,
-    empty: float = 0.0,
-    compute: torch.dtype = FP32,
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None,
+    key_lengths: Tensor | None = None, causal: bool | str = False, scale: float | None = None,
+    blocked: float = -torch.inf, empty: float = 0.0, compute: torch.dtype = FP32,
     softmax: Callable[[Tensor], Tensor] = lambda s: s.softmax(-1),
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """blocked: the score of blocked pairs. empty: the results of rows without a key. compute: the
     dtype of scores and weights.
     """
@@ -171,9 +163,7 @@ WRONG: dict[str, tuple[Callable[..., Tensor], tuple[str, ...], set[str]]] = {
     "gradient in place": (
         lambda q, k, v: _Changed.apply(textbook(q, k, v), writes_gradient), ("plain",), {"inputs"},
     ),
-    "other dtype": (
-        lambda q, k, v: textbook(q, k, v).bfloat16(), ("plain",), {"value"},
-    ),
+    "other dtype": (lambda q, k, v: textbook(q, k, v).bfloat16(), ("plain",), {"value"}),
     "dense gradient": (
         lambda q, k, v: _Changed.apply(textbook(q, k, v), lambda d: d * (d.stride(-1) == 1)),
         ("odd_sizes",),
@@ -378,16 +368,13 @@ def test_a_forward_alone_is_checked_without_gradients() -> None:
     assert {r.status for r in rows if r.kind != "gradient"} == {"ok"}
 
 
-@pytest.mark.parametrize(
-    "restrictions",
-    [
-        {"causal": True},
-        {"causal": "bottom_right", "window": (3, 0)},
-        {"key_lengths": torch.tensor([3, 7]), "query_lengths": torch.tensor([5, 2])},
-        {"mask": torch.rand(5, 7) > 0.4, "causal": "bottom_right_lengths"},
-        {"mask": torch.randn(2, 1, 5, 7), "key_lengths": torch.tensor([3, 7])},
-    ],
-)
+@pytest.mark.parametrize("restrictions", [
+    {"causal": True},
+    {"causal": "bottom_right", "window": (3, 0)},
+    {"key_lengths": torch.tensor([3, 7]), "query_lengths": torch.tensor([5, 2])},
+    {"mask": torch.rand(5, 7) > 0.4, "causal": "bottom_right_lengths"},
+    {"mask": torch.randn(2, 1, 5, 7), "key_lengths": torch.tensor([3, 7])},
+])  # fmt: skip
 def test_dense_mask(restrictions: dict[str, Any]) -> None:
     N = 5 if restrictions.get("causal") is True else 7
     q, k = torch.randn(2, 2, 5, 8), torch.randn(2, 2, N, 8)
@@ -464,16 +451,13 @@ def test_the_kernel_of_the_documentation(my_kernels: Path, monkeypatch: pytest.M
         assert {row.sample for row in report.rows if row.status == "ok"} >= {"causal", "d128"}
 
 
-@pytest.mark.parametrize(
-    "options, named",
-    [
-        (["--implementation=my_kernels"], "must be named module:attribute"),
-        (["--implementation=my_kernels:absent"], "has no attribute 'absent'"),
-        (["--implementation=absent_kernels:right"], "No module named 'absent_kernels'"),
-        (["--implementation=my_kernels:right", "--backend=cpu"], "without --backend"),
-        (["--implementation=my_kernels:right", "--require=speed"], "got 'speed'"),
-    ],
-)
+@pytest.mark.parametrize("options, named", [
+    (["--implementation=my_kernels"], "must be named module:attribute"),
+    (["--implementation=my_kernels:absent"], "has no attribute 'absent'"),
+    (["--implementation=absent_kernels:right"], "No module named 'absent_kernels'"),
+    (["--implementation=my_kernels:right", "--backend=cpu"], "without --backend"),
+    (["--implementation=my_kernels:right", "--require=speed"], "got 'speed'"),
+])  # fmt: skip
 def test_wrong_options_are_named(options, named, my_kernels, capsys):
     assert cli.main([*COMMAND, *options]) == 2
     assert named in capsys.readouterr().err

@@ -21,13 +21,9 @@ def _exact(*shape: int) -> Tensor:
 
 
 def _judge(
-    actual: Tensor,
-    exact: Tensor,
-    slice_dims: int = 2,
-    *,
-    same: Tensor | None = None,
+    actual: Tensor, exact: Tensor, slice_dims: int = 2, *, same: Tensor | None = None,
     mag: Tensor | None = None,
-) -> Comparison:
+) -> Comparison:  # fmt: skip
     """Compares with a same-dtype reference that is the rounded exact result."""
     same = exact.to(actual.dtype) if same is None else same
     return compare(actual, exact, same, torch.zeros_like(exact) if mag is None else mag, slice_dims)
@@ -160,14 +156,11 @@ def test_a_slice_of_zeros_must_be_zeros() -> None:
     assert not _judge(actual, exact).ok
 
 
-@pytest.mark.parametrize(
-    "expected, got",
-    [
-        (1.0, torch.nan), (1.0, torch.inf), (torch.nan, 1.0), (torch.nan, torch.inf),
-        (torch.inf, -torch.inf), (-torch.inf, torch.inf), (-torch.inf, -3.4e38),
-        (torch.inf, torch.nan),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("expected, got", [
+    (1.0, torch.nan), (1.0, torch.inf), (torch.nan, 1.0), (torch.nan, torch.inf),
+    (torch.inf, -torch.inf), (-torch.inf, torch.inf), (-torch.inf, -3.4e38),
+    (torch.inf, torch.nan),
+])  # fmt: skip
 def test_non_finite_mismatch(expected: float, got: float) -> None:
     exact = _exact(1, 2, 4, 4)
     exact[0, 1, 2, 3] = expected

@@ -199,15 +199,12 @@ def _assert_same_bits(found: Any, expected: Any) -> None:
 
 
 @needs_library
-@pytest.mark.parametrize(
-    "spec, sample, dtype",
-    [
-        pytest.param(spec, sample, sample.dtypes[i % len(sample.dtypes)],
-                     id=f"{spec.name}-{sample.name}")
-        for spec in all_specs().values()
-        for i, sample in enumerate(spec.samples)
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("spec, sample, dtype", [
+    pytest.param(spec, sample, sample.dtypes[i % len(sample.dtypes)],
+                 id=f"{spec.name}-{sample.name}")
+    for spec in all_specs().values()
+    for i, sample in enumerate(spec.samples)
+])  # fmt: skip
 @torch.no_grad()
 def test_overloads_give_the_same_bits(spec, sample, dtype, torch_is_faster):
     """The default overload, with and without poisoned results and workspace, `.backend`, `.out`;

@@ -309,16 +309,13 @@ def test_threshold(host: ModuleType, p: float, t: int) -> None:
     assert abs(float(keep.double().mean()) - expected) <= 5 * sigma
 
 
-@pytest.mark.parametrize(
-    "seed, shape, message",
-    [
-        (torch.tensor([1], dtype=torch.int32), (2, 3), "seed must be int64"),
-        (torch.tensor(1), (2, 3), r"seed must be int64 \[1\]"),
-        (torch.zeros(5, dtype=torch.int64), (2, 3), r"seed must be int64 \[1\]"),
-        (torch.zeros(2, dtype=torch.int64), (1, 1, 2, 3), r"or \[5\] for attention"),
-        (_seed(1), (2, 3, 4), r"shape must be \[B, H, M, N\] or \[rows, N\]"),
-    ],
-)
+@pytest.mark.parametrize("seed, shape, message", [
+    (torch.tensor([1], dtype=torch.int32), (2, 3), "seed must be int64"),
+    (torch.tensor(1), (2, 3), r"seed must be int64 \[1\]"),
+    (torch.zeros(5, dtype=torch.int64), (2, 3), r"seed must be int64 \[1\]"),
+    (torch.zeros(2, dtype=torch.int64), (1, 1, 2, 3), r"or \[5\] for attention"),
+    (_seed(1), (2, 3, 4), r"shape must be \[B, H, M, N\] or \[rows, N\]"),
+])  # fmt: skip
 def test_dropout_mask_refuses(seed: Tensor, shape: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dropout_mask(seed, 0, 0.5, shape)

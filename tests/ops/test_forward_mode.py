@@ -84,14 +84,11 @@ _ROWS: Inputs = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "op, changes, backend",
-    [
-        *(pytest.param(op, {}, by, id=f"{op}-{by}") for op in SPECS for by in (None, "reference")),
-        pytest.param("attention", _ROWS, None, id="attention-rows"),
-        *(pytest.param("ffn", {"activation": a}, None, id=f"ffn-{a}") for a in ACTIVATIONS),
-    ],
-)
+@pytest.mark.parametrize("op, changes, backend", [
+    *(pytest.param(op, {}, by, id=f"{op}-{by}") for op in SPECS for by in (None, "reference")),
+    pytest.param("attention", _ROWS, None, id="attention-rows"),
+    *(pytest.param("ffn", {"activation": a}, None, id=f"ffn-{a}") for a in ACTIVATIONS),
+])  # fmt: skip
 def test_finite_differences(op: str, changes: Inputs, backend: str | None) -> None:
     function, tensors = _example(op, backend, **changes)
     leaves = tuple(x.requires_grad_() for x in tensors)
@@ -184,18 +181,15 @@ def _maps_views_of_dtypes() -> bool:
     return True
 
 
-@pytest.mark.parametrize(
-    "name, values",
-    [
-        ("mask", torch.randn(3, 1, 1, 5, 5, generator=torch.Generator().manual_seed(4))),
-        ("key_lengths", torch.tensor([[3], [5], [0]])),
-        pytest.param(
-            "dropout_seed",
-            torch.tensor([[7], [8], [9]]),
-            marks=pytest.mark.skipif(not _maps_views_of_dtypes(), reason="needs a later torch"),
-        ),
-    ],
-)
+@pytest.mark.parametrize("name, values", [
+    ("mask", torch.randn(3, 1, 1, 5, 5, generator=torch.Generator().manual_seed(4))),
+    ("key_lengths", torch.tensor([[3], [5], [0]])),
+    pytest.param(
+        "dropout_seed",
+        torch.tensor([[7], [8], [9]]),
+        marks=pytest.mark.skipif(not _maps_views_of_dtypes(), reason="needs a later torch"),
+    ),
+])  # fmt: skip
 def test_mapped_arguments(name: str, values: Tensor) -> None:
     q, t = torch.randn(2, 1, 2, 5, 8)
     options: dict[str, Any] = {"dropout_p": 0.5} if name == "dropout_seed" else {}

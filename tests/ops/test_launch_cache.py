@@ -46,15 +46,9 @@ class _Library:
         library.impl("multiply", self._multiply, "CPU")
 
     def _multiply(
-        self,
-        x: Tensor,
-        other: Tensor | None,
-        factor: float,
-        fixed: int,
-        y: Tensor,
-        z: Tensor,
+        self, x: Tensor, other: Tensor | None, factor: float, fixed: int, y: Tensor, z: Tensor,
         workspace: Tensor | None,
-    ) -> int:
+    ) -> int:  # fmt: skip
         if fixed != 7:
             raise NotImplementedError("fixed must be 7")
         if factor > 0 and (workspace is None or workspace.numel() < self.size):
@@ -92,14 +86,9 @@ class _Probe:
             _native.extension().cache_launches(op.name + overload, "CPU")
 
     def __call__(
-        self,
-        x: Tensor,
-        other: Tensor | None = None,
-        factor: float = 2.0,
-        name: str = "a",
-        needs: Sequence[bool] = (True, False),
-        backend: str | None = None,
-    ) -> Tensor:
+        self, x: Tensor, other: Tensor | None = None, factor: float = 2.0, name: str = "a",
+        needs: Sequence[bool] = (True, False), backend: str | None = None,
+    ) -> Tensor:  # fmt: skip
         args = (x, other, factor, name, list(needs))
         y, z = self.op.default(*args) if backend is None else self.op.named(*args, backend)
         expected = (x if other is None else x * other) * factor
@@ -233,16 +222,12 @@ def test_arguments_are_made_contiguous(make: Make, x: Tensor) -> None:
     assert probe.python == 2
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        *({"x": x} for x in ("call.x.clone()", "call.x + 0")),  # other tensors
-        {"after": "_native.call_with_workspace(op, call.x.device, *args)"},  # two launches
-        *({"after": work} for work in ("y.mul_(1.0)", "z.copy_(-y)", "torch.neg(y, out=z)")),
-        {"after": "z.sum().item()"},
-    ],
-    ids=lambda source: next(iter(source.values())),
-)
+@pytest.mark.parametrize("source", [
+    *({"x": x} for x in ("call.x.clone()", "call.x + 0")),  # other tensors
+    {"after": "_native.call_with_workspace(op, call.x.device, *args)"},  # two launches
+    *({"after": work} for work in ("y.mul_(1.0)", "z.copy_(-y)", "torch.neg(y, out=z)")),
+    {"after": "z.sum().item()"},
+], ids=lambda source: next(iter(source.values())))  # fmt: skip
 def test_what_cannot_be_repeated_is_recorded_once(make, source, monkeypatch):
     probe = make(**source)
     for _ in range(2):

@@ -90,19 +90,16 @@ def test_lengths_of_the_memory() -> None:
     torch.testing.assert_close(*results, rtol=0.0, atol=0.0)
 
 
-@pytest.mark.parametrize(
-    "lengths, error, message",
-    [
-        ([5.0, 6], TypeError, r"must hold integers, got \[5\.0, 6\]"),
-        ([True, 6], TypeError, r"must hold integers, got \[True, 6\]"),
-        ([[5, 6], [5, 6]], TypeError, r"must hold integers, got \[\[5"),
-        ([5, 6, 7], ValueError, r"must be \[2\].*, got \[3\]"),
-        ("56", TypeError, "must hold integers, got '56'"),
-        (5, TypeError, "must be a tensor or a list of integers, got int"),
-        ({5, 6}, TypeError, "must be a tensor or a list of integers, got set"),
-        ([2**70, 1], ValueError, r"must fit int64, got \[1180591620717411303424, 1\]"),
-    ],
-)
+@pytest.mark.parametrize("lengths, error, message", [
+    ([5.0, 6], TypeError, r"must hold integers, got \[5\.0, 6\]"),
+    ([True, 6], TypeError, r"must hold integers, got \[True, 6\]"),
+    ([[5, 6], [5, 6]], TypeError, r"must hold integers, got \[\[5"),
+    ([5, 6, 7], ValueError, r"must be \[2\].*, got \[3\]"),
+    ("56", TypeError, "must hold integers, got '56'"),
+    (5, TypeError, "must be a tensor or a list of integers, got int"),
+    ({5, 6}, TypeError, "must be a tensor or a list of integers, got set"),
+    ([2**70, 1], ValueError, r"must fit int64, got \[1180591620717411303424, 1\]"),
+])  # fmt: skip
 @pytest.mark.parametrize("name", ["key_lengths", "query_lengths"])
 def test_wrong_lists(qkv, name, lengths, error, message):
     with pytest.raises(error, match=f"^{name} {message}"):

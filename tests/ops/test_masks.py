@@ -132,22 +132,15 @@ def _prepared(shape: tuple[int, ...], tiles: Tensor) -> PreparedMask:
     return PreparedMask(torch.ones(shape, dtype=torch.bool), tiles)
 
 
-@pytest.mark.parametrize(
-    "mask, error, message",
-    [
-        (_prepared((20, 40), torch.zeros(1, 1, 1, 3).long()), None, ""),
-        (_prepared((20, 40), torch.zeros(1, 1, 2, 2).long()), ValueError, "mask.tiles must be int"),
-        (
-            _prepared((20, 40), torch.zeros(2, 3).long()),
-            ValueError,
-            "mask.tiles must be int64, bro",
-        ),
-        (_prepared((20, 40), torch.zeros(1, 1, 2, 3)), ValueError, "got torch.float32"),
-        (_prepared((20, 40), [1]), TypeError, "mask.tiles must be a tensor, got list"),
-        (_prepared((21, 40), torch.zeros(1, 1, 2, 3).long()), ValueError, "mask must be broadcast"),
-        (PreparedMask([1], torch.zeros(1)), TypeError, "mask must be a tensor, got list"),
-    ],
-)
+@pytest.mark.parametrize("mask, error, message", [
+    (_prepared((20, 40), torch.zeros(1, 1, 1, 3).long()), None, ""),
+    (_prepared((20, 40), torch.zeros(1, 1, 2, 2).long()), ValueError, "mask.tiles must be int"),
+    (_prepared((20, 40), torch.zeros(2, 3).long()), ValueError, "mask.tiles must be int64, bro"),
+    (_prepared((20, 40), torch.zeros(1, 1, 2, 3)), ValueError, "got torch.float32"),
+    (_prepared((20, 40), [1]), TypeError, "mask.tiles must be a tensor, got list"),
+    (_prepared((21, 40), torch.zeros(1, 1, 2, 3).long()), ValueError, "mask must be broadcast"),
+    (PreparedMask([1], torch.zeros(1)), TypeError, "mask must be a tensor, got list"),
+])  # fmt: skip
 def test_errors_name_the_argument(mask: Any, error: type[Exception] | None, message: str) -> None:
     q, k = torch.randn(1, 1, 20, 8), torch.randn(1, 1, 40, 8)
     if error is None:
@@ -305,16 +298,12 @@ def test_a_causal_bias_is_an_alignment(function: Any, causal: Any, sizes: Any) -
 
 
 @pytest.mark.parametrize("function, causal", ALIGNED)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"window": (2, 0)},
-        {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.1])},
-        {"key_lengths": [9, 4]},
-        {"dropout_p": 0.5, "dropout_seed": torch.tensor([3])},
-    ],
-    ids=lambda options: next(iter(options)),
-)
+@pytest.mark.parametrize("options", [
+    {"window": (2, 0)},
+    {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.1])},
+    {"key_lengths": [9, 4]},
+    {"dropout_p": 0.5, "dropout_seed": torch.tensor([3])},
+], ids=lambda options: next(iter(options)))  # fmt: skip
 def test_a_causal_bias_beside_other_arguments(function: Any, causal: Any, options: Any) -> None:
     q, k, v = _inputs()
     expected = fastattn.attention(q, k, v, causal=causal, **options)
@@ -360,9 +349,7 @@ OTHERS: dict[str, Any] = {
     "view of a bias": causal_lower_right(M, N)[:, :1],
     "uninitialized": nn.UninitializedParameter(),
     "variant": CausalVariant.LOWER_RIGHT,
-    "block mask": create_block_mask(
-        lambda b, h, i, j: i >= j, None, None, 128, 128, device="cpu"
-    ),
+    "block mask": create_block_mask(lambda b, h, i, j: i >= j, None, None, 128, 128, device="cpu"),
     "sparse": torch.zeros(M, N).to_sparse(),
     "nested": torch.nested.nested_tensor([torch.zeros(M, N)] * 2, layout=torch.jagged),
     "complex": torch.zeros(M, N, dtype=torch.complex64),

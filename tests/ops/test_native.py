@@ -92,22 +92,16 @@ def test_the_extension_is_for_one_torch(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 @needs_library
-@pytest.mark.parametrize(
-    "broken, reason",
-    [
-        ("no library", "cannot load its extension {}: ImportError: .*file too short"),
-        ("another library", "cannot load its extension {}: ImportError: .*PyInit__C_autograd"),
-        ("raises", "cannot load its extension {}: AttributeError: no Node"),
-        ("other sources", "the extension {} was built from other sources: `pip install"),
-    ],
-)
+@pytest.mark.parametrize("broken, reason", [
+    ("no library", "cannot load its extension {}: ImportError: .*file too short"),
+    ("another library", "cannot load its extension {}: ImportError: .*PyInit__C_autograd"),
+    ("raises", "cannot load its extension {}: AttributeError: no Node"),
+    ("other sources", "the extension {} was built from other sources: `pip install"),
+])  # fmt: skip
 def test_without_a_working_extension_nodes_are_recorded_in_python(
-    broken: str,
-    reason: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    broken: str, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+) -> None:  # fmt: skip
     def raising(loader: Any, spec: Any) -> None:
         raise AttributeError("no Node")
 

@@ -70,13 +70,10 @@ def _on_device(inputs: Inputs) -> Inputs:
     return moved
 
 
-@pytest.mark.parametrize(
-    "op, cast",
-    [
-        *((op, "qkv") for op in ("attention", "attention_varlen", "attention_with_weights")),
-        ("ffn", ("x", "w1", "b1", "w2", "b2")),
-    ],
-)
+@pytest.mark.parametrize("op, cast", [
+    *((op, "qkv") for op in ("attention", "attention_varlen", "attention_with_weights")),
+    ("ffn", ("x", "w1", "b1", "w2", "b2")),
+])  # fmt: skip
 @pytest.mark.parametrize("backward_inside", [False, True])
 @each_choice
 def test_autocast_computes_in_its_dtype(op, cast, backward_inside, backend):
@@ -150,13 +147,10 @@ def _layouts(spec: OpSpec, inputs: Inputs) -> list[tuple[Any, ...]]:
     return [(x.shape, x.dtype, x.stride()) for x in (*outputs, *gradients)]
 
 
-@pytest.mark.parametrize(
-    "spec, sample",
-    [
-        pytest.param(SPECS[op], sample, id=f"{op}-{sample.name}")
-        for (op, _), sample in list(SAMPLES.items())[::2]
-    ],
-)
+@pytest.mark.parametrize("spec, sample", [
+    pytest.param(SPECS[op], sample, id=f"{op}-{sample.name}")
+    for (op, _), sample in list(SAMPLES.items())[::2]
+])  # fmt: skip
 def test_meta_and_fake_tensors(spec: OpSpec, sample: Sample) -> None:
     def replaced(change: Callable[[Tensor], Tensor]) -> Inputs:
         inputs = sample.inputs("cpu", sample.dtypes[0])

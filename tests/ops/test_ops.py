@@ -160,36 +160,32 @@ def _packed(**changes: Any) -> Inputs:
     return inputs | {"max_seqlen_q": 3, "max_seqlen_k": 3} | changes
 
 
-@pytest.mark.parametrize(
-    "op, argument, inputs",
-    [
-        ("attention", "q", _vectors(q=None)),
-        ("attention", "k", _vectors(k=[1.0])),
-        ("attention", "causal", _vectors(causal=["top_left"])),
-        ("attention", "window", _vectors(window=(1.5, 2))),
-        ("attention", "window", _vectors(window=("1", 2))),
-        ("attention", "scale", _vectors(scale="large")),
-        ("attention", "scale", _vectors(scale=10**400)),
-        ("attention", "dropout_p", _vectors(dropout_p="0.1")),
-        ("attention", "dropout_stream", _vectors(dropout_p=0.1, dropout_stream=1.5)),
-        ("attention", "backend", _vectors(backend=3)),
-        ("attention_varlen", "max_seqlen_q", _packed(max_seqlen_q=2**31)),
-        ("attention_varlen", "max_seqlen_k", _packed(max_seqlen_k=2**40)),
-        ("attention_varlen", "max_seqlen_k", _packed(max_seqlen_k=2**70)),
-        ("attention_varlen", "max_seqlen_q", _packed(max_seqlen_q=-1)),
-        ("attention_varlen", "max_seqlen_q", _packed(max_seqlen_q=True)),
-        ("layer_norm", "eps", {"x": torch.zeros(3, 4), "eps": "small"}),
-        ("layer_norm", "weight", {"x": torch.zeros(3, 4), "weight": [1.0] * 4}),
-        ("add_layer_norm", "residual", {"x": torch.zeros(3, 4), "residual": None}),
-        ("ffn", "x", _weights(x=None)),
-        ("ffn", "w1", _weights(w1=None)),
-        ("ffn", "w2", _weights(w2=None)),
-        ("ffn", "activation", _weights(activation=["relu"])),
-        ("ffn", "residual", _weights(residual=[1.0])),
-        ("ffn", "residual", _weights(residual=torch.zeros(3, 4).int())),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
+@pytest.mark.parametrize("op, argument, inputs", [
+    ("attention", "q", _vectors(q=None)),
+    ("attention", "k", _vectors(k=[1.0])),
+    ("attention", "causal", _vectors(causal=["top_left"])),
+    ("attention", "window", _vectors(window=(1.5, 2))),
+    ("attention", "window", _vectors(window=("1", 2))),
+    ("attention", "scale", _vectors(scale="large")),
+    ("attention", "scale", _vectors(scale=10**400)),
+    ("attention", "dropout_p", _vectors(dropout_p="0.1")),
+    ("attention", "dropout_stream", _vectors(dropout_p=0.1, dropout_stream=1.5)),
+    ("attention", "backend", _vectors(backend=3)),
+    ("attention_varlen", "max_seqlen_q", _packed(max_seqlen_q=2**31)),
+    ("attention_varlen", "max_seqlen_k", _packed(max_seqlen_k=2**40)),
+    ("attention_varlen", "max_seqlen_k", _packed(max_seqlen_k=2**70)),
+    ("attention_varlen", "max_seqlen_q", _packed(max_seqlen_q=-1)),
+    ("attention_varlen", "max_seqlen_q", _packed(max_seqlen_q=True)),
+    ("layer_norm", "eps", {"x": torch.zeros(3, 4), "eps": "small"}),
+    ("layer_norm", "weight", {"x": torch.zeros(3, 4), "weight": [1.0] * 4}),
+    ("add_layer_norm", "residual", {"x": torch.zeros(3, 4), "residual": None}),
+    ("ffn", "x", _weights(x=None)),
+    ("ffn", "w1", _weights(w1=None)),
+    ("ffn", "w2", _weights(w2=None)),
+    ("ffn", "activation", _weights(activation=["relu"])),
+    ("ffn", "residual", _weights(residual=[1.0])),
+    ("ffn", "residual", _weights(residual=torch.zeros(3, 4).int())),
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 def test_wrong_type_names_the_argument(op, argument, inputs, autocast):
     with (
@@ -290,17 +286,14 @@ _OFFSETS = torch.tensor([0, 3, 16], dtype=torch.int32)
 _TABLE = torch.zeros(16, 1, dtype=torch.int32)
 
 
-@pytest.mark.parametrize(
-    "given, message",
-    [
-        ({"mask": torch.ones(1, 1, 1, 1)}, "mask"),
-        ({"key_lengths": torch.tensor([3])}, "lengths"),
-        ({"query_lengths": torch.tensor([3])}, "lengths"),
-        ({"block_table": _TABLE}, "block_table"),
-        ({"cu_seqlens_k": None}, "together"),
-        ({"cu_seqlens_q": None}, "together|4 dimensions"),
-    ],
-)
+@pytest.mark.parametrize("given, message", [
+    ({"mask": torch.ones(1, 1, 1, 1)}, "mask"),
+    ({"key_lengths": torch.tensor([3])}, "lengths"),
+    ({"query_lengths": torch.tensor([3])}, "lengths"),
+    ({"block_table": _TABLE}, "block_table"),
+    ({"cu_seqlens_k": None}, "together"),
+    ({"cu_seqlens_q": None}, "together|4 dimensions"),
+])  # fmt: skip
 @pytest.mark.parametrize("backend", [None, "cpu", "torch", "reference"])
 def test_packed_calls_refuse_what_they_do_not_read(backend, given, message):
     """fp64 runs no C++ kernel. The public function cannot make such calls."""

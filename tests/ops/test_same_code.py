@@ -75,35 +75,28 @@ def test_machine_code_is_that_of_each_kernel(printed: Path) -> None:
     assert record.machine_code(printed.with_name("absent.so")) == {}
 
 
-@pytest.mark.parametrize(
-    "old, new, names",
-    [
-        ({"a": "1", "b": "2"}, {"a": "1", "b": "2"}, []),
-        ({"a": "1", "b": "2"}, {"a": "2", "b": "1"}, ["a", "b"]),  # exchanged
-        ({"a": "1", "b": "2"}, {"a": "1", "c": "2"}, []),  # renamed
-        ({"a": "1", "b": "2"}, {"c": "2", "d": "1"}, []),
-        ({"a": "1", "b": "2"}, {"a": "1", "c": "3"}, ["b", "c"]),
-        ({"a": "1", "b": "1"}, {"a": "1"}, ["b"]),
-        ({"a": "1"}, {"a": "1", "b": "1"}, ["b"]),
-        ({"a": "1", "b": "2", "c": "2"}, {"a": "1", "d": "2"}, ["b", "c", "d"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("old, new, names", [
+    ({"a": "1", "b": "2"}, {"a": "1", "b": "2"}, []),
+    ({"a": "1", "b": "2"}, {"a": "2", "b": "1"}, ["a", "b"]),  # exchanged
+    ({"a": "1", "b": "2"}, {"a": "1", "c": "2"}, []),  # renamed
+    ({"a": "1", "b": "2"}, {"c": "2", "d": "1"}, []),
+    ({"a": "1", "b": "2"}, {"a": "1", "c": "3"}, ["b", "c"]),
+    ({"a": "1", "b": "1"}, {"a": "1"}, ["b"]),
+    ({"a": "1"}, {"a": "1", "b": "1"}, ["b"]),
+    ({"a": "1", "b": "2", "c": "2"}, {"a": "1", "d": "2"}, ["b", "c", "d"]),
+])  # fmt: skip
 def test_kernels_of_two_libraries(old, new, names):
     assert same_code.differences(old, new) == names
 
 
-@pytest.mark.parametrize(
-    "change, why",
-    [
-        ({}, None),
-        ({"digest": None}, "has no machine code to compare"),
-        ({"code": {}}, "has no machine code to compare"),
-        ({"digest": "ffff-of others"}, "is of other launchers in Python"),
-        ({"compiler": "12.8.1"}, r"nvcc 12\.8\.1 compiled, here nvcc 13\.0\.88 did"),
-        ({"code": {ADD: "1"}}, "has other machine code in 3 kernels: sm_90a _Z3addPf"),
-    ],
-    ids=lambda value: next(iter(value), "equal") if isinstance(value, dict) else "",
-)
+@pytest.mark.parametrize("change, why", [
+    ({}, None),
+    ({"digest": None}, "has no machine code to compare"),
+    ({"code": {}}, "has no machine code to compare"),
+    ({"digest": "ffff-of others"}, "is of other launchers in Python"),
+    ({"compiler": "12.8.1"}, r"nvcc 12\.8\.1 compiled, here nvcc 13\.0\.88 did"),
+    ({"code": {ADD: "1"}}, "has other machine code in 3 kernels: sm_90a _Z3addPf"),
+], ids=lambda value: next(iter(value), "equal") if isinstance(value, dict) else "")  # fmt: skip
 def test_a_record_is_carried_over_where_all_machine_code_is_equal(printed, change, why):
     digest = _verified.digest.__wrapped__("sm90")
     _, launchers = digest.split("-")

@@ -272,14 +272,11 @@ def probe(make_op: MakeOp) -> Op:
     return make_op(order, triton=writes(1), torch=writes(2), reference=REFERENCE)
 
 
-@pytest.mark.parametrize(
-    "value, expected",
-    [
-        ("", 1), ("torch", 2), ("reference", 4), ("PROBE=torch", 2), ("attention=reference", 1),
-        ("attention=reference,PROBE=torch", 2), ("reference,PROBE=torch", 2),
-        ("PROBE=torch,reference", 2), (" PROBE = torch , attention = reference ", 2),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("value, expected", [
+    ("", 1), ("torch", 2), ("reference", 4), ("PROBE=torch", 2), ("attention=reference", 1),
+    ("attention=reference,PROBE=torch", 2), ("reference,PROBE=torch", 2),
+    ("PROBE=torch,reference", 2), (" PROBE = torch , attention = reference ", 2),
+])  # fmt: skip
 def test_environment(probe, monkeypatch, value, expected):
     _request(monkeypatch, value.replace("PROBE", probe.name))
     assert value_of(probe) == expected
@@ -438,21 +435,18 @@ def test_backend_table_calls_unavailable(make_op: MakeOp) -> None:
     assert (row.reason, row.automatic) == ("needs a library", False)
 
 
-@pytest.mark.parametrize(
-    "backend, device, reason",
-    [
-        ("reference", "cpu", None),
-        ("reference", "cuda", None),
-        ("cpu", "cpu", None),
-        ("cpu", "cuda", "runs on cpu tensors, got cuda"),
-        ("triton", "cpu", "runs on cuda tensors, got cpu"),
-        ("sm90", "cpu", "runs on cuda tensors, got cpu"),
-        ("triton", "cuda", None),
-        ("sm90", "cuda", "is built for Hopper (compute capability 9.0), got 8.0"),
-        ("cuda", "cpu", "runs on cuda tensors, got cpu"),
-        ("cuda", "cuda", None),
-    ],
-)
+@pytest.mark.parametrize("backend, device, reason", [
+    ("reference", "cpu", None),
+    ("reference", "cuda", None),
+    ("cpu", "cpu", None),
+    ("cpu", "cuda", "runs on cpu tensors, got cuda"),
+    ("triton", "cpu", "runs on cuda tensors, got cpu"),
+    ("sm90", "cpu", "runs on cuda tensors, got cpu"),
+    ("triton", "cuda", None),
+    ("sm90", "cuda", "is built for Hopper (compute capability 9.0), got 8.0"),
+    ("cuda", "cpu", "runs on cuda tensors, got cpu"),
+    ("cuda", "cuda", None),
+])  # fmt: skip
 def test_devices(backend, device, reason, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(_env, "has_triton", lambda: True)

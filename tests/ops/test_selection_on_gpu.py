@@ -92,14 +92,10 @@ def test_the_table_names_the_dtypes_that_passed(record, monkeypatch):
     assert rows["attention", "triton"].automatic_for == ()
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"op": "another"}, {"backend": "sm90"}, {"dtype": "float16"}, {"architecture": "sm_100"},
-        {"digest": "0" * 16}, {"status": "failed"},
-    ],
-    ids=lambda other: next(iter(other)),
-)  # fmt: skip
+@pytest.mark.parametrize("other", [
+    {"op": "another"}, {"backend": "sm90"}, {"dtype": "float16"}, {"architecture": "sm_100"},
+    {"digest": "0" * 16}, {"status": "failed"},
+], ids=lambda other: next(iter(other)))  # fmt: skip
 def test_an_entry_applies_to_its_kernels(make_op, record, other):
     op = _verifiable(make_op)
     record(**{"op": op.name, "backend": "triton"} | other)

@@ -102,14 +102,11 @@ def test_which_gpus_are_here(build, query, hopper, ampere, monkeypatch):
     assert (tools.has_hopper, tools.has_ampere) == (hopper, ampere)
 
 
-@pytest.mark.parametrize(
-    "changes, reason",
-    [
-        ({"torch": None, "torch_version": None}, "needs torch, which the build does not see"),
-        ({"torch_version": "2.10.1"}, "needs torch >= 2.11, got 2.10.1"),
-        ({"cxx": None}, r"needs a C\+\+ compiler"),
-    ],
-)
+@pytest.mark.parametrize("changes, reason", [
+    ({"torch": None, "torch_version": None}, "needs torch, which the build does not see"),
+    ({"torch_version": "2.10.1"}, "needs torch >= 2.11, got 2.10.1"),
+    ({"cxx": None}, r"needs a C\+\+ compiler"),
+])  # fmt: skip
 def test_impossible_is_an_error_only_when_asked_for(build, csrc, capsys, changes, reason):
     tools = _tools(build, **changes)
     assert build.choose(None, tools, csrc) == []
@@ -182,23 +179,20 @@ def test_commands(build: ModuleType, csrc: Path, tmp_path: Path) -> None:
     assert "-ltorch_python" in commands("autograd")[linked]
 
 
-@pytest.mark.parametrize(
-    "before, after, changes",
-    [
-        ("  // one\n", "\n", False),
-        ("/* two\nlines */", "", False),
-        ("return a + b;", "return\n    a+b ;", False),
-        ("#define N 1\n", "#define N  \\\n  1\n\n", False),
-        ('"a // b"', '"a // c"', True),
-        ('"a // b"', '"a  // b"', True),
-        ("'/'", "'*'", True),
-        ("a + b", "a - b", True),
-        ("a + +b", "a ++b", True),
-        ("int a", "inta", True),
-        ("#define N 1\n", "#define N\n1\n", True),
-        ("10'000", "10'001", True),
-    ],
-)
+@pytest.mark.parametrize("before, after, changes", [
+    ("  // one\n", "\n", False),
+    ("/* two\nlines */", "", False),
+    ("return a + b;", "return\n    a+b ;", False),
+    ("#define N 1\n", "#define N  \\\n  1\n\n", False),
+    ('"a // b"', '"a // c"', True),
+    ('"a // b"', '"a  // b"', True),
+    ("'/'", "'*'", True),
+    ("a + b", "a - b", True),
+    ("a + +b", "a ++b", True),
+    ("int a", "inta", True),
+    ("#define N 1\n", "#define N\n1\n", True),
+    ("10'000", "10'001", True),
+])  # fmt: skip
 def test_the_digest_ignores_comments_and_white_space(build, csrc, before, after, changes):
     source = (
         "#define N 1\nint f(int a, int b) {  // one\n  return a + b; /* two\nlines */ }\n"

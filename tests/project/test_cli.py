@@ -355,14 +355,11 @@ def test_diverged_training_is_an_error(capsys, pairs_file, tmp_path, monkeypatch
 # info and check
 
 
-@pytest.mark.parametrize(
-    "family, model, name",
-    [
-        (26, "AMD EPYC", "AMD EPYC, family 26"),
-        (26, "AMD EPYC 9654 96-Core", "AMD EPYC 9654 96-Core"),
-        (6, "Intel(R) Xeon(R) Processor", "Intel(R) Xeon(R) Processor, family 6, model 17"),
-    ],
-)
+@pytest.mark.parametrize("family, model, name", [
+    (26, "AMD EPYC", "AMD EPYC, family 26"),
+    (26, "AMD EPYC 9654 96-Core", "AMD EPYC 9654 96-Core"),
+    (6, "Intel(R) Xeon(R) Processor", "Intel(R) Xeon(R) Processor, family 6, model 17"),
+])  # fmt: skip
 def test_cpus_with_a_generic_name_show_their_family(family, model, name, monkeypatch, tmp_path):
     file = tmp_path / "cpuinfo"
     file.write_text(f"cpu family\t: {family}\nmodel\t\t: 17\nmodel name\t: {model}\n")

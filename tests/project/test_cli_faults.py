@@ -129,17 +129,14 @@ def test_nan_weights_after_the_last_update_are_divergence(capsys, pairs_file, tm
     assert not (run / "best.json").exists() and "NaN" not in (run / "metrics.jsonl").read_text()
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (["--sample", "--temperature=1e-45"], "temperature must lie in"),
-        (["--beams=4", "--length-penalty=1e300"], "is too large"),
-        (["--threads=100000000000000000000"], "must be a positive integer below 2 ** 31"),
-        (["--sample", "--seed=" + "9" * 24], "must be an integer of at least 0, below 2 ** 63"),
-        (["--device=meta"], "must be a device that torch can use here"),
-        (["--attention=a.xyz"], "must be a file .png, .svg, .pdf or .jpg, got 'a.xyz'"),
-    ],
-)
+@pytest.mark.parametrize("options, message", [
+    (["--sample", "--temperature=1e-45"], "temperature must lie in"),
+    (["--beams=4", "--length-penalty=1e300"], "is too large"),
+    (["--threads=100000000000000000000"], "must be a positive integer below 2 ** 31"),
+    (["--sample", "--seed=" + "9" * 24], "must be an integer of at least 0, below 2 ** 63"),
+    (["--device=meta"], "must be a device that torch can use here"),
+    (["--attention=a.xyz"], "must be a file .png, .svg, .pdf or .jpg, got 'a.xyz'"),
+])  # fmt: skip
 def test_options_out_of_range(capsys, run_folder, options, message):
     code, out, err = call(capsys, *_translate(run_folder, "karin six", *options))
     assert (code, out) == (2, "") and message in err

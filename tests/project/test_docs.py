@@ -23,14 +23,11 @@ def blocks(page: Path) -> list[str]:
 WITH_PYTHON = [page for page in [ROOT / "README.md", *PAGES] if blocks(page)]
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        # Inductor compiles most of these blocks: half a minute.
-        pytest.param(page, id=page.stem, marks=[pytest.mark.slow] * (page.stem == "compile"))
-        for page in WITH_PYTHON
-    ],
-)
+@pytest.mark.parametrize("page", [
+    # Inductor compiles most of these blocks: half a minute.
+    pytest.param(page, id=page.stem, marks=[pytest.mark.slow] * (page.stem == "compile"))
+    for page in WITH_PYTHON
+])  # fmt: skip
 def test_python_blocks_run(page, capsys, monkeypatch):
     if page.stem == "modules":
         pytest.importorskip("transformers")

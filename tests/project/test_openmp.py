@@ -22,18 +22,15 @@ if __name__ == '__main__':
 LIBRARY = "import sys; import fastattn"
 
 
-@pytest.mark.parametrize(
-    ("start", "policy", "seen"),
-    [
-        (["-m", "fastattn", "info"], None, "passive"),
-        (["-X", "utf8", "-m", "fastattn"], None, "passive"),
-        (["SCRIPT", "info"], None, "passive"),
-        (["-m", "fastattn", "info"], "active", "active"),
-        (["SCRIPT", "info"], "active", "active"),
-        (["-c", LIBRARY, "fastattn"], None, "None"),
-        (["-m", "fastattn.testing.primitives"], None, "None"),
-    ],
-)
+@pytest.mark.parametrize(("start", "policy", "seen"), [
+    (["-m", "fastattn", "info"], None, "passive"),
+    (["-X", "utf8", "-m", "fastattn"], None, "passive"),
+    (["SCRIPT", "info"], None, "passive"),
+    (["-m", "fastattn", "info"], "active", "active"),
+    (["SCRIPT", "info"], "active", "active"),
+    (["-c", LIBRARY, "fastattn"], None, "None"),
+    (["-m", "fastattn.testing.primitives"], None, "None"),
+])  # fmt: skip
 def test_the_command_sets_the_wait_policy_before_torch(tmp_path, start, policy, seen):
     (tmp_path / "torch.py").write_text(TORCH)
     (tmp_path / "fastattn").write_text(SCRIPT)

@@ -169,24 +169,21 @@ _PACKED = (*[torch.randn(5, 2, 8)] * 3, _OFFSETS, _OFFSETS, 5, 5)
 _X, _W = torch.randn(3, 8), torch.randn(8, 8)
 
 
-@pytest.mark.parametrize(
-    "function, arguments, given, hint",
-    [
-        (fastattn.attention, (_Q,) * 3, "attn_mask", "mask="),
-        (fastattn.attention, (_Q,) * 3, "is_causal", "causal="),
-        (fastattn.attention, (_Q,) * 3, "dropout", "dropout_p="),
-        (fastattn.attention, (_Q,) * 3, "p", "dropout_p="),
-        (fastattn.attention, (_Q,) * 3, "enable_gqa", "without an argument"),
-        (fastattn.attention, (_Q,) * 3, "softmax_scale", "scale="),
-        (fastattn.attention, (_Q,) * 3, "window_size", "window="),
-        (fastattn.attention, (_Q,) * 3, "key_padding_mask", "True = may attend"),
-        (fastattn.attention, (_Q,) * 3, "need_weights", "attention_with_weights"),
-        (fastattn.attention_varlen, _PACKED, "is_causal", "causal="),
-        (fastattn.attention_weights, (_Q, _Q), "attn_mask", "mask="),
-        (fastattn.add_layer_norm, (_X, _X), "dropout", "dropout_p="),
-        (fastattn.ffn, (_X, _W, None, _W, None), "p", "dropout_p="),
-    ],
-)
+@pytest.mark.parametrize("function, arguments, given, hint", [
+    (fastattn.attention, (_Q,) * 3, "attn_mask", "mask="),
+    (fastattn.attention, (_Q,) * 3, "is_causal", "causal="),
+    (fastattn.attention, (_Q,) * 3, "dropout", "dropout_p="),
+    (fastattn.attention, (_Q,) * 3, "p", "dropout_p="),
+    (fastattn.attention, (_Q,) * 3, "enable_gqa", "without an argument"),
+    (fastattn.attention, (_Q,) * 3, "softmax_scale", "scale="),
+    (fastattn.attention, (_Q,) * 3, "window_size", "window="),
+    (fastattn.attention, (_Q,) * 3, "key_padding_mask", "True = may attend"),
+    (fastattn.attention, (_Q,) * 3, "need_weights", "attention_with_weights"),
+    (fastattn.attention_varlen, _PACKED, "is_causal", "causal="),
+    (fastattn.attention_weights, (_Q, _Q), "attn_mask", "mask="),
+    (fastattn.add_layer_norm, (_X, _X), "dropout", "dropout_p="),
+    (fastattn.ffn, (_X, _W, None, _W, None), "p", "dropout_p="),
+])  # fmt: skip
 @pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
 def test_names_of_other_packages_get_a_hint(function, arguments, given, hint, compiled):
     if compiled:
@@ -195,17 +192,14 @@ def test_names_of_other_packages_get_a_hint(function, arguments, given, hint, co
         function(*arguments, **{given: None})
 
 
-@pytest.mark.parametrize(
-    "function, arguments",
-    [
-        (fastattn.attention, (_Q,) * 3),
-        (fastattn.attention_varlen, _PACKED),
-        (fastattn.attention_weights, (_Q, _Q)),
-        (fastattn.attention_with_weights, (_Q,) * 3),
-        (fastattn.add_layer_norm, (_X, _X)),
-        (fastattn.ffn, (_X, _W, None, _W, None)),
-    ],
-)
+@pytest.mark.parametrize("function, arguments", [
+    (fastattn.attention, (_Q,) * 3),
+    (fastattn.attention_varlen, _PACKED),
+    (fastattn.attention_weights, (_Q, _Q)),
+    (fastattn.attention_with_weights, (_Q,) * 3),
+    (fastattn.add_layer_norm, (_X, _X)),
+    (fastattn.ffn, (_X, _W, None, _W, None)),
+])  # fmt: skip
 def test_unknown_names_are_refused(function: Callable[..., Any], arguments: Any) -> None:
     wanted = rf"^{function.__name__}\(\) got an unexpected keyword argument 'colour'$"
     with pytest.raises(TypeError, match=wanted):

@@ -144,14 +144,11 @@ def test_decoding_chooses_the_likeliest_token_at_every_position(length):
 COPYING = {"copy": True, "memory_layers": "same", "norm": "power"}
 
 
-@pytest.mark.parametrize(
-    "length, changes",
-    [
-        ("end", {}),
-        pytest.param("predictor", {"positions": "t5"}, marks=pytest.mark.slow),
-        pytest.param("end", COPYING, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("length, changes", [
+    ("end", {}),
+    pytest.param("predictor", {"positions": "t5"}, marks=pytest.mark.slow),
+    pytest.param("end", COPYING, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_learning_to_capitalise(length, changes):
     """150 updates on sentences whose words are translated one by one, in order."""
     pairs = [Pair(p.source, p.source.title()) for p in toy_pairs(400, longest=4)]

@@ -323,30 +323,27 @@ def test_other_separators_than_line_feeds_are_in_a_message(separator):
     }
 
 
-@pytest.mark.parametrize(
-    ("message", "translation", "expected"),
-    [
-        ("Add a person", "Ajouter un individu", Pair("Add a person", "Ajouter un individu")),
-        ("_File name:", "N_om du fichier\u00a0:", Pair("File name:", "Nom du fichier :")),
-        ("E_xit now", "_Quitter", Pair("Exit now", "Quitter")),
-        ("&Open...", "&Ouvrir…", Pair("Open...", "Ouvrir...")),
-        ("B&W outline", "Bordures noires", Pair("B&W outline", "Bordures noires")),
-        ("menu\x04Edit", "Modifier", Pair("Edit", "Modifier")),
-        ("label_save", "Enregistrer", Pair("Save it", "Enregistrer")),
-        ("It&#39;s here", "C’est ici", Pair("It's here", "C'est ici")),
-        ("one\ntwo", "un\n deux", Pair("one two", "un deux")),
-        ("label_unknown", "Inconnu", "identifier"),
-        ("Edit index_html", "Modifier index_html", "identifier"),
-        ("%d person\0%d people", "%d individu\0%d individus", "plural forms"),
-        ("%(name)s died", "%(name)s est mort", "placeholders"),
-        ("Hello ${user}", "Bonjour ${user}", "placeholders"),
-        ("<b>Bold</b>", "<b>Gras</b>", "markup"),
-        ("Addition", "addition", "identical"),
-        ("D.D4", "D.D5", "no words"),
-        ("Add", "", "empty"),
-        ("word " * 33, "mot", "longer than 32 words"),
-    ],
-)
+@pytest.mark.parametrize(("message", "translation", "expected"), [
+    ("Add a person", "Ajouter un individu", Pair("Add a person", "Ajouter un individu")),
+    ("_File name:", "N_om du fichier\u00a0:", Pair("File name:", "Nom du fichier :")),
+    ("E_xit now", "_Quitter", Pair("Exit now", "Quitter")),
+    ("&Open...", "&Ouvrir…", Pair("Open...", "Ouvrir...")),
+    ("B&W outline", "Bordures noires", Pair("B&W outline", "Bordures noires")),
+    ("menu\x04Edit", "Modifier", Pair("Edit", "Modifier")),
+    ("label_save", "Enregistrer", Pair("Save it", "Enregistrer")),
+    ("It&#39;s here", "C’est ici", Pair("It's here", "C'est ici")),
+    ("one\ntwo", "un\n deux", Pair("one two", "un deux")),
+    ("label_unknown", "Inconnu", "identifier"),
+    ("Edit index_html", "Modifier index_html", "identifier"),
+    ("%d person\0%d people", "%d individu\0%d individus", "plural forms"),
+    ("%(name)s died", "%(name)s est mort", "placeholders"),
+    ("Hello ${user}", "Bonjour ${user}", "placeholders"),
+    ("<b>Bold</b>", "<b>Gras</b>", "markup"),
+    ("Addition", "addition", "identical"),
+    ("D.D4", "D.D5", "no words"),
+    ("Add", "", "empty"),
+    ("word " * 33, "mot", "longer than 32 words"),
+])  # fmt: skip
 def test_messages_become_sentences_or_a_reason(message, translation, expected):
     assert catalogues.clean_message(message, translation, {"label_save": "Save it"}) == expected
 

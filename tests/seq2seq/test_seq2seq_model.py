@@ -107,18 +107,15 @@ def test_recorded_attention_equals_torchs_weights():
     assert cross[1, :, :, 2:].abs().max() == 0
 
 
-@pytest.mark.parametrize(
-    "config, changes",
-    [
-        (ModelConfig, {"vocabulary": 0}),
-        (ModelConfig, {"vocabulary": 9, "heads": 0}),
-        (ModelConfig, {"vocabulary": 9, "width": -4}),
-        (ModelConfig, {"vocabulary": 9, "decoder_layers": -1}),
-        (ModelConfig, {"vocabulary": 9, "dropout": 1.0}),
-        (TrainingConfig, {"warmup_steps": -1}),
-        (TrainingConfig, {"learning_rate": 0.0}),
-    ],
-)
+@pytest.mark.parametrize("config, changes", [
+    (ModelConfig, {"vocabulary": 0}),
+    (ModelConfig, {"vocabulary": 9, "heads": 0}),
+    (ModelConfig, {"vocabulary": 9, "width": -4}),
+    (ModelConfig, {"vocabulary": 9, "decoder_layers": -1}),
+    (ModelConfig, {"vocabulary": 9, "dropout": 1.0}),
+    (TrainingConfig, {"warmup_steps": -1}),
+    (TrainingConfig, {"learning_rate": 0.0}),
+])  # fmt: skip
 def test_errors_of_configurations(config: type, changes: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=f"^{list(changes)[-1]} must"):
         config(**changes)
@@ -222,17 +219,13 @@ def test_norms_over_tokens_leave_padding_out_of_the_model(norm):
     assert not any(isinstance(m, torch.nn.LayerNorm) for m in model.modules())
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"norm": "power", "positions": "rotary"},
-        {"norm": "batch", "positions": "alibi"},
-        {"scoring": "additive", "copy": True},
-        {"scoring": "cosine", "memory_layers": "same"},
-        {"norm_first": False, "norm": "power", "positions": "t5"},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("changes", [
+    {"norm": "power", "positions": "rotary"},
+    {"norm": "batch", "positions": "alibi"},
+    {"scoring": "additive", "copy": True},
+    {"scoring": "cosine", "memory_layers": "same"},
+    {"norm_first": False, "norm": "power", "positions": "t5"},
+], ids=str)  # fmt: skip
 def test_every_model_trains(changes):
     """60 updates of repeating the source: the loss falls below that of the best constant guess."""
     examples = [Example(e.source, e.source) for e in random_examples(100, vocabulary=12)]

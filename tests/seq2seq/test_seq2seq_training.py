@@ -562,31 +562,28 @@ def test_stopping_after_some_updates():
         train(small_model(), examples, [], schedule, device=CPU, stop_after=-1, show=False)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"keep": 0}, "keep must be an integer of at least 1, got 0"),
-        ({"precision": "fp8"}, r"precision must be one of .* got 'fp8'"),
-        ({"steps": 0}, "steps must be an integer of at least 1, got 0"),
-        ({"steps": 2.5}, r"steps must be an integer of at least 1, got 2\.5"),
-        ({"clip": -1.0}, r"clip must be above 0, got -1\.0"),
-        ({"clip": math.nan}, "clip must be above 0, got nan"),
-        ({"learning_rate": math.inf}, "learning_rate must be above 0, got inf"),
-        ({"weight_decay": -1.0}, "weight_decay must be at least 0"),
-        ({"betas": (2.0, 3.0)}, r"betas must lie in \[0, 1\), got \(2\.0, 3\.0\)"),
-        ({"cycles": math.nan}, "cycles must be finite, got nan"),
-        ({"accumulate": 0}, "accumulate must be an integer of at least 1, got 0"),
-        ({"patience": -1}, "patience must be at least 0, got -1"),
-        ({"sequence_steps": -1}, "sequence_steps must be at least 0, got -1"),
-        ({"guided_attention": -0.5}, "guided_attention must be at least 0, got -0.5"),
-        ({"guided_attention": math.nan}, "guided_attention must be at least 0, got nan"),
-        ({"guided_width": 0.0}, "guided_width must be above 0, got 0.0"),
-        ({"scheduled_sampling": "yes"}, "scheduled_sampling must be one of .* got 'yes'"),
-        ({"sampling_decay": "slow"}, "sampling_decay must be one of .* got 'slow'"),
-        ({"truth_floor": 1.1}, r"truth_floor must lie in \[0, 1\], got 1.1"),
-        ({"sequence_weight": -0.1}, r"sequence_weight must lie in \[0, 1\], got -0.1"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"keep": 0}, "keep must be an integer of at least 1, got 0"),
+    ({"precision": "fp8"}, r"precision must be one of .* got 'fp8'"),
+    ({"steps": 0}, "steps must be an integer of at least 1, got 0"),
+    ({"steps": 2.5}, r"steps must be an integer of at least 1, got 2\.5"),
+    ({"clip": -1.0}, r"clip must be above 0, got -1\.0"),
+    ({"clip": math.nan}, "clip must be above 0, got nan"),
+    ({"learning_rate": math.inf}, "learning_rate must be above 0, got inf"),
+    ({"weight_decay": -1.0}, "weight_decay must be at least 0"),
+    ({"betas": (2.0, 3.0)}, r"betas must lie in \[0, 1\), got \(2\.0, 3\.0\)"),
+    ({"cycles": math.nan}, "cycles must be finite, got nan"),
+    ({"accumulate": 0}, "accumulate must be an integer of at least 1, got 0"),
+    ({"patience": -1}, "patience must be at least 0, got -1"),
+    ({"sequence_steps": -1}, "sequence_steps must be at least 0, got -1"),
+    ({"guided_attention": -0.5}, "guided_attention must be at least 0, got -0.5"),
+    ({"guided_attention": math.nan}, "guided_attention must be at least 0, got nan"),
+    ({"guided_width": 0.0}, "guided_width must be above 0, got 0.0"),
+    ({"scheduled_sampling": "yes"}, "scheduled_sampling must be one of .* got 'yes'"),
+    ({"sampling_decay": "slow"}, "sampling_decay must be one of .* got 'slow'"),
+    ({"truth_floor": 1.1}, r"truth_floor must lie in \[0, 1\], got 1.1"),
+    ({"sequence_weight": -0.1}, r"sequence_weight must lie in \[0, 1\], got -0.1"),
+])  # fmt: skip
 def test_errors_of_training_options(changes, message):
     with pytest.raises(ValueError, match=message):
         toy_training(**changes)

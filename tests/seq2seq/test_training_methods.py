@@ -288,14 +288,11 @@ def test_a_packed_batch_runs_on_real_tokens_only():
     assert not (targets == PAD).any()
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"copy": True}, "copies source tokens"),
-        ({"norm": "power"}, "has power norms"),
-        ({"memory_layers": "same"}, "reads the encoder's layers"),
-    ],
-)
+@pytest.mark.parametrize(("options", "why"), [
+    ({"copy": True}, "copies source tokens"),
+    ({"norm": "power"}, "has power norms"),
+    ({"memory_layers": "same"}, "reads the encoder's layers"),
+])  # fmt: skip
 def test_models_that_cannot_be_packed_raise_the_reason(options, why):
     model = Seq2SeqTransformer(dataclasses.replace(SMALL, **options))
     with pytest.raises(ValueError, match=f"packed must be False for a model that {why}"):

@@ -67,11 +67,8 @@ def in_turns(
 
 
 def cross_section(
-    arch: str,
-    always: Mapping[Any, Sequence[str]],
-    sizes: Sequence[Any],
-    features: Iterable[str],
-) -> list[Any]:
+    arch: str, always: Mapping[Any, Sequence[str]], sizes: Sequence[Any], features: Iterable[str],
+) -> list[Any]:  # fmt: skip
     """Parameters (arch, size, feature): `always` has the features of a size that the quick run
     compiles, the slow run adds those `in_turns`.
     """

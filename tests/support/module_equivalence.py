@@ -22,13 +22,9 @@ ROUNDINGS = 4
 
 
 def assert_same(
-    name: str,
-    actual: Tensor,
-    expected: Tensor,
-    truth: Tensor,
-    *others: Tensor,
+    name: str, actual: Tensor, expected: Tensor, truth: Tensor, *others: Tensor,
     like: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Checks the rule on the largest error and the largest true value of a tensor.
 
     others: PyTorch's results for perturbed values. like: true values of which the largest counts

@@ -19,13 +19,9 @@ CLASSES = (
 
 
 def build(
-    package: Any,
-    name: str,
-    *,
-    sizes: tuple[int, int, int] = (E, H, FFN),
-    layers: int = 2,
+    package: Any, name: str, *, sizes: tuple[int, int, int] = (E, H, FFN), layers: int = 2,
     **kwargs: Any,
-) -> nn.Module:
+) -> nn.Module:  # fmt: skip
     """A module of torch.nn or fastattn.nn: MultiheadAttention, a norm or one of CLASSES."""
     width, heads, ffn = sizes
     if name.endswith("Norm"):

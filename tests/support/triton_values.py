@@ -32,13 +32,10 @@ NAN = float("nan")
 
 
 def check(
-    spec: OpSpec,
-    sample: Sample,
-    dtype: torch.dtype,
-    change: Callable[[Inputs], None] = lambda inputs: None,
-    through: tuple[str, ...] = (),
+    spec: OpSpec, sample: Sample, dtype: torch.dtype,
+    change: Callable[[Inputs], None] = lambda inputs: None, through: tuple[str, ...] = (),
     outputs: bool = True,
-) -> None:
+) -> None:  # fmt: skip
     """Compares results and gradients with the error budget. What no element may depend on holds
     NaN, also in the output gradients. change: of the strides of the inputs. through: the results
     that have a gradient, by default all. outputs: whether to compare these, too.

@@ -528,17 +528,13 @@ def _kept_kernel(out_ptr, x_ptr, seed, stream, least, b, h, start, KIND: tl.cons
 
 
 @runs
-@pytest.mark.parametrize(
-    "kind, dtype",
-    [
-        ("select", FP32),
-        ("negate", FP32),
-        pytest.param("zero", FP32, marks=pytest.mark.gpu),
-        pytest.param("zero", FP16, marks=pytest.mark.gpu),
-        pytest.param("zero", BF16, marks=pytest.mark.gpu),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("kind, dtype", [
+    ("select", FP32),
+    ("negate", FP32),
+    pytest.param("zero", FP32, marks=pytest.mark.gpu),
+    pytest.param("zero", FP16, marks=pytest.mark.gpu),
+    pytest.param("zero", BF16, marks=pytest.mark.gpu),
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize("origin", [(), (2**32 - 2, 2**35 + 1, 2**33 - 32, -16)], ids=str)
 def test_dropout_bits_are_those_of_the_definition(kind, dtype, origin):
     """On both sides of a threshold of 128, and where bytes have no value below or above it."""

@@ -74,23 +74,11 @@ def _buffers(workspace: Any) -> list[Tensor]:
 
 
 def _call(
-    D: int,
-    *,
-    E: int | None = None,
-    M: int = 1024,
-    N: int = 1024,
-    K: int = 4,
-    dtype: torch.dtype = torch.bfloat16,
-    mask: tuple[torch.dtype, tuple[int, ...]] | None = None,
-    words: bool = False,
-    key_lengths: int = 0,
-    query_lengths: bool = False,
-    dropout_p: float = 0.0,
-    sinks: bool = False,
-    distance: int = 0,
-    left: int = -1,
-    **options: Any,
-) -> ForwardCall:
+    D: int, *, E: int | None = None, M: int = 1024, N: int = 1024, K: int = 4,
+    dtype: torch.dtype = torch.bfloat16, mask: tuple[torch.dtype, tuple[int, ...]] | None = None,
+    words: bool = False, key_lengths: int = 0, query_lengths: bool = False, dropout_p: float = 0.0,
+    sinks: bool = False, distance: int = 0, left: int = -1, **options: Any,
+) -> ForwardCall:  # fmt: skip
     """Arguments of the op without memory."""
     dense = None if mask is None else _empty(*mask[1], dtype=mask[0])
     k, v = _empty(2, K, N, D, dtype=dtype), _empty(2, K, N, E or D, dtype=dtype)
@@ -115,13 +103,9 @@ def _launch(D: int, **options: Any) -> None:
 
 
 def _launch_backward(
-    D: int,
-    *,
-    dout: bool = True,
-    dq_alone: bool = False,
-    config: BwdConfig | None = None,
+    D: int, *, dout: bool = True, dq_alone: bool = False, config: BwdConfig | None = None,
     **options: Any,
-) -> None:
+) -> None:  # fmt: skip
     """A backward as the op would launch it."""
     call = _call(D, **options)
     out = _empty(*call.q.shape[:3], call.v.shape[3], dtype=call.q.dtype)
@@ -281,13 +265,10 @@ def test_narrow_values_have_the_descriptors_of_keys(D, E, mask):
 
 
 @compiles
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"dtype": torch.float32, "causal": 2}, id="fp32", marks=slow),
-        pytest.param({"M": 1}, id="one query"),
-    ],
-)
+@pytest.mark.parametrize("options", [
+    pytest.param({"dtype": torch.float32, "causal": 2}, id="fp32", marks=slow),
+    pytest.param({"M": 1}, id="one query"),
+])  # fmt: skip
 def test_smaller_head_dims_take_no_more_products(options: dict[str, Any]) -> None:
     with compiled_for("sm_80") as found:
         _launch(80, **options)
@@ -460,15 +441,12 @@ _LARGEST_BACKWARD = {
 
 
 @compiles
-@pytest.mark.parametrize(
-    "arch, D, feature",
-    [
-        *on_each_gpu((64, 128, 256), _LARGEST_BACKWARD, [("sm_86", 256, "bias")]),
-        pytest.param("sm_80", 192, "bounds", marks=slow),  # a row of its own
-        # Both head dims are padded to 128.
-        *(pytest.param(arch, 96, "fp32", marks=slow) for arch in ("sm_86", "sm_120")),
-    ],
-)
+@pytest.mark.parametrize("arch, D, feature", [
+    *on_each_gpu((64, 128, 256), _LARGEST_BACKWARD, [("sm_86", 256, "bias")]),
+    pytest.param("sm_80", 192, "bounds", marks=slow),  # a row of its own
+    # Both head dims are padded to 128.
+    *(pytest.param(arch, 96, "fp32", marks=slow) for arch in ("sm_86", "sm_120")),
+])  # fmt: skip
 def test_backward_fits_in_shared_memory(arch: str, D: int, feature: str) -> None:
     with allocated_for(arch) as found:
         _launch_backward(D, **LARGEST[feature])
@@ -578,15 +556,12 @@ def test_odd_strides_do_not_spill() -> None:
 
 
 @compiles
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"N": 60, "dropout_p": 0.1}, id="few keys: delta is summed once more"),
-        pytest.param({"M": 1, "N": 77, "dout": False}, id="one query, only lse counts"),
-        pytest.param({"M": 77, "N": 1, "dout": False}, id="one key, only lse counts"),
-        pytest.param({"M": 1, "N": 1, "K": 1, "dropout_p": 0.1}, id="sizes of 1 are constants"),
-    ],
-)
+@pytest.mark.parametrize("options", [
+    pytest.param({"N": 60, "dropout_p": 0.1}, id="few keys: delta is summed once more"),
+    pytest.param({"M": 1, "N": 77, "dout": False}, id="one query, only lse counts"),
+    pytest.param({"M": 77, "N": 1, "dout": False}, id="one key, only lse counts"),
+    pytest.param({"M": 1, "N": 1, "K": 1, "dropout_p": 0.1}, id="sizes of 1 are constants"),
+])  # fmt: skip
 def test_rare_options_compile(options: dict[str, Any]) -> None:
     """Options that change nothing in the interpreter."""
     with allocated_for("sm_90") as found:

@@ -63,12 +63,9 @@ def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def _launch(
-    D: int,
-    page: int,
-    M: int = 1,
-    mask: torch.dtype | None = None,
+    D: int, page: int, M: int = 1, mask: torch.dtype | None = None,
     dtype: torch.dtype = torch.bfloat16,
-) -> None:
+) -> None:  # fmt: skip
     """1024 keys, grouped heads, lengths; page 0: contiguous keys."""
     q, out, lse = _empty(2, 8, M, D, dtype=dtype), _empty(2, 8, M, D, dtype=dtype), _empty(2, 8, M)
     dense = None if mask is None else _empty(2, 1, M, 1024, dtype=mask)

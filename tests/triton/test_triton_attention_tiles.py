@@ -30,19 +30,16 @@ _MASK = {"B": 2, "H": 3, "mask": "blocks BHMN"}
 
 
 @interpreted
-@pytest.mark.parametrize(
-    "options",
-    [
-        *({"causal": causal, **_SIZES} for causal in (False, "top_left", "bottom_right")),
-        *({"window": window, **_SIZES} for window in ((5, 3), (0, 0), (-1, 9))),
-        {**_SIZES, "causal": "top_left", "window": (20, -1), "key_lengths": [33]},
-        {**_SIZES, "causal": "top_left", "window": (20, -1), "query_lengths": [33]},
-        *({**_SIZES, **_MASK, "prepared": prepared} for prepared in (False, True)),
-        *({**_SIZES, **_MASK, "mask": f"blocks {letters}"} for letters in ("MN", "HMN")),
-        {**_SIZES, "mask": "rows N"},
-        {**_SIZES, "mask": "min_rows M"},
-    ],
-)
+@pytest.mark.parametrize("options", [
+    *({"causal": causal, **_SIZES} for causal in (False, "top_left", "bottom_right")),
+    *({"window": window, **_SIZES} for window in ((5, 3), (0, 0), (-1, 9))),
+    {**_SIZES, "causal": "top_left", "window": (20, -1), "key_lengths": [33]},
+    {**_SIZES, "causal": "top_left", "window": (20, -1), "query_lengths": [33]},
+    *({**_SIZES, **_MASK, "prepared": prepared} for prepared in (False, True)),
+    *({**_SIZES, **_MASK, "mask": f"blocks {letters}"} for letters in ("MN", "HMN")),
+    {**_SIZES, "mask": "rows N"},
+    {**_SIZES, "mask": "min_rows M"},
+])  # fmt: skip
 def test_only_tiles_with_allowed_pairs_are_computed(options, monkeypatch):
     """Two products for each tile of keys that some row of a tile of rows may attend."""
     from triton.runtime.interpreter import InterpreterBuilder
@@ -62,13 +59,10 @@ def test_only_tiles_with_allowed_pairs_are_computed(options, monkeypatch):
 
 
 @runs
-@pytest.mark.parametrize(
-    "letters, is_prepared, by_key",
-    [
-        ("BHMN", False, False), ("BHMN", True, True), ("MN", True, False), ("HN", False, True),
-        ("none", False, False), ("none", False, True),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("letters, is_prepared, by_key", [
+    ("BHMN", False, False), ("BHMN", True, True), ("MN", True, False), ("HN", False, True),
+    ("none", False, False), ("none", False, True),
+])  # fmt: skip
 def test_backward_lists_match_allowed_pairs(letters: str, is_prepared: bool, by_key: bool) -> None:
     """Every tile with an allowed pair is listed once. Full tiles have nothing else, and only edge
     tiles have lines without a pair. is_prepared: the mask was prepared.

@@ -279,17 +279,14 @@ def test_the_first_product_is_chosen_with_a_reason() -> None:
             assert why in other.reason or (other.reason == chosen.reason and arch == "sm_100")
 
 
-@pytest.mark.parametrize(
-    "arch, reason",
-    [
-        ("sm_80", "153 / D .* A100"),
-        ("sm_86", "76 / D .* RTX 3090"),
-        ("sm_89", "164 / D .* RTX 4090"),
-        ("sm_120", "117 / D .* RTX 5090"),
-        ("sm_87", "153 / D .* A100"),
-        ("gfx90a", "246 / D .* MI300X"),
-    ],
-)
+@pytest.mark.parametrize("arch, reason", [
+    ("sm_80", "153 / D .* A100"),
+    ("sm_86", "76 / D .* RTX 3090"),
+    ("sm_89", "164 / D .* RTX 4090"),
+    ("sm_120", "117 / D .* RTX 5090"),
+    ("sm_87", "153 / D .* A100"),
+    ("gfx90a", "246 / D .* MI300X"),
+])  # fmt: skip
 def test_the_reason_names_the_rates_of_the_gpu(arch: str, reason: str) -> None:
     """Where its memory is fast for its products, fewer features are worth an epilogue."""
     chosen = up_config(arch, BF16, 16384, 1024, 4096, work=True)

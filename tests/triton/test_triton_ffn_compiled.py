@@ -35,13 +35,9 @@ def _empty(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def _launch_forward(
-    tile: UpTile | None,
-    activation: str,
-    dtype: torch.dtype = torch.bfloat16,
-    p: float = 0.0,
-    residual: bool = True,
-    sizes: tuple[int, int, int] = (8192, 1024, 4096),
-) -> None:
+    tile: UpTile | None, activation: str, dtype: torch.dtype = torch.bfloat16, p: float = 0.0,
+    residual: bool = True, sizes: tuple[int, int, int] = (8192, 1024, 4096),
+) -> None:  # fmt: skip
     rows, D, F = sizes
     W = 2 * F if activation in GATED else F
     e = partial(_empty, dtype=dtype)
@@ -53,11 +49,9 @@ def _launch_forward(
 
 
 def _launch_backward(
-    activation: str,
-    dtype: torch.dtype = torch.bfloat16,
-    p: float = 0.0,
+    activation: str, dtype: torch.dtype = torch.bfloat16, p: float = 0.0,
     sizes: tuple[int, int, int] = (8192, 1024, 4096),
-) -> None:
+) -> None:  # fmt: skip
     rows, D, F = sizes
     W = 2 * F if activation in GATED else F
     e = partial(_empty, dtype=dtype)
@@ -78,14 +72,11 @@ HOPPERS_GATE = ("sm_90", "swiglu")
 
 
 @compiles
-@pytest.mark.parametrize(
-    "arch, activation, p",
-    [
-        pytest.param(arch, activation, p, marks=() if (arch, activation) == HOPPERS_GATE else slow)
-        for arch in GENERATIONS
-        for p, activation in sorted(in_turns(arch, (0.0, 0.1), ("relu", "gelu", "swiglu")))
-    ],
-)
+@pytest.mark.parametrize("arch, activation, p", [
+    pytest.param(arch, activation, p, marks=() if (arch, activation) == HOPPERS_GATE else slow)
+    for arch in GENERATIONS
+    for p, activation in sorted(in_turns(arch, (0.0, 0.1), ("relu", "gelu", "swiglu")))
+])  # fmt: skip
 def test_elementwise_kernels_compile(arch: str, activation: str, p: float) -> None:
     """Without spills, and with loads of 16 bytes."""
     with compiled_for(arch) as found:

@@ -410,14 +410,11 @@ def _bound(
 _BACKWARD_PLAN = bwd_bind.Plan(None, None, None, None, _nothing, (), None, None, None, 0)
 
 
-@pytest.mark.parametrize(
-    "op, name",
-    [
-        *(("attention_fwd", name) for name in ("k", "v")),
-        *(("attention_bwd", name) for name in ("q", "k", "v", "dout")),
-        *(("ffn_fwd", name) for name in ("x", "w1")),
-    ],
-)
+@pytest.mark.parametrize("op, name", [
+    *(("attention_fwd", name) for name in ("k", "v")),
+    *(("attention_bwd", name) for name in ("q", "k", "v", "dout")),
+    *(("ffn_fwd", name) for name in ("x", "w1")),
+])  # fmt: skip
 def test_descriptors_need_every_tensor_aligned(op, name, monkeypatch):
     """A call with one unaligned tensor has a plan of its own."""
     call: Any
@@ -472,13 +469,10 @@ def _norms_bound(way: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, .
     return _bound(monkeypatch, norms, "_bind_backward", plan, "_backward_plans")
 
 
-@pytest.mark.parametrize(
-    "way, names",
-    [
-        ("fwd", ("x", "residual", "x_bias", "weight", "bias")),
-        ("bwd", ("z", "dy", "dz", "weight", "dx", "dresidual", "dweight", "dbias", "dx_bias")),
-    ],
-)
+@pytest.mark.parametrize("way, names", [
+    ("fwd", ("x", "residual", "x_bias", "weight", "bias")),
+    ("bwd", ("z", "dy", "dz", "weight", "dx", "dresidual", "dweight", "dbias", "dx_bias")),
+])  # fmt: skip
 def test_norms_are_bound_for_the_dtype_of_every_tensor(way, names, monkeypatch):
     bound = _norms_bound(way, monkeypatch)
     run, args = _norm(way)

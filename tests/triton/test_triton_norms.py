@@ -381,15 +381,9 @@ def _empty(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
 
 
 def _launch(
-    direction: str,
-    N: int,
-    dtype: torch.dtype = BF16,
-    parameters: torch.dtype | None = None,
-    *,
-    add: bool = False,
-    dz: bool = False,
-    dropout_p: float = 0.0,
-) -> None:
+    direction: str, N: int, dtype: torch.dtype = BF16, parameters: torch.dtype | None = None, *,
+    add: bool = False, dz: bool = False, dropout_p: float = 0.0,
+) -> None:  # fmt: skip
     """Launches a norm as its op does, on meta tensors. add: add_layer_norm with x_bias."""
     x, w = _empty(4096, N, dtype=dtype), _empty(N, dtype=parameters or dtype)
     row = _empty(4096)

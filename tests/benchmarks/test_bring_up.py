@@ -83,13 +83,10 @@ def test_a_stage_that_fails_does_not_stop_the_others(tmp_path, stages):
     assert _main(tmp_path, "--budget=tune=1") == 1
     late = "was still running 1 s after its limit; the same command continues"
     assert _ended(tmp_path) == {
-        "primitives": ("refused", ""),
-        "instances": ("FAIL", "ended with SIGSEGV"),
-        "check": ("FAIL", ""),
-        "tune": ("unfinished", late),
-        "record": ("FAIL", "ended with code 2"),
-        "report": ("ok", ""),
-    }
+        "primitives": ("refused", ""), "instances": ("FAIL", "ended with SIGSEGV"),
+        "check": ("FAIL", ""), "tune": ("unfinished", late),
+        "record": ("FAIL", "ended with code 2"), "report": ("ok", ""),
+    }  # fmt: skip
     assert _wait_for(lambda: not _is_running(int((tmp_path / "started").read_text())))
     stages()
     assert _main(tmp_path, "--stage=tune", "--stage=check") == 0

@@ -57,14 +57,11 @@ def test_threads_change_no_bit(lengths, dtype):
     k = _randn(int(cu_k[-1]) + 5, 2, 40, dtype=dtype, seed=2)
     v = _randn(int(cu_k[-1]) + 5, 2, 24, dtype=dtype, seed=3)
     options = {
-        "causal": "bottom_right",
-        "window": (600, -1),
-        "dropout_p": 0.1,
+        "causal": "bottom_right", "window": (600, -1), "dropout_p": 0.1,
         "dropout_seed": torch.tensor([5]),
         "sinks": _randn(4, dtype=torch.float32, seed=4).requires_grad_(),
-        "alibi_slopes": _randn(4, dtype=torch.float32, seed=5).requires_grad_(),
-        "softcap": 2.0,
-    }
+        "alibi_slopes": _randn(4, dtype=torch.float32, seed=5).requires_grad_(), "softcap": 2.0,
+    }  # fmt: skip
     assert_threads_change_no_bit(lambda: _outputs_and_gradients(q, k, v, cu_q, cu_k, **options))
 
 

@@ -169,13 +169,10 @@ def test_dtypes_may_all_differ(simulate: Callable[[], None]) -> None:
     """Parameters are then converted to fp32; x is read, and its gradient written, in any dtype."""
     N = 72
     given = {
-        "x": torch.randn(5, N).half(),
-        "residual": torch.randn(5, N).bfloat16(),
-        "x_bias": torch.randn(N).half(),
-        "weight": torch.randn(N),
-        "bias": torch.randn(N).bfloat16(),
-        "dropout_seed": torch.tensor([7]),
-    }
+        "x": torch.randn(5, N).half(), "residual": torch.randn(5, N).bfloat16(),
+        "x_bias": torch.randn(N).half(), "weight": torch.randn(N),
+        "bias": torch.randn(N).bfloat16(), "dropout_seed": torch.tensor([7]),
+    }  # fmt: skip
     expected = _add(**given)
     simulate()
     for actual, wanted in zip(_add(**given), expected, strict=True):

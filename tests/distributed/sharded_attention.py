@@ -48,26 +48,17 @@ def random_sample(seed: int) -> tuple[Sample, dict[str, Any]]:
     ends = ((M, -1), (-1, N), (M // 2, N // 2), (3, 3))
     windows = [tuple(r.randint(min(0, end), end) for end in both) for both in ends]
     options = {
-        "B": 2,
-        "H": K * r.choice([1, 2]),
-        "K": K,
-        "M": M,
-        "N": r.choice([M, N]),
-        "D": r.choice([8, 16]),
-        "E": r.choice([None, 8, 24]),
+        "B": 2, "H": K * r.choice([1, 2]), "K": K, "M": M, "N": r.choice([M, N]),
+        "D": r.choice([8, 16]), "E": r.choice([None, 8, 24]),
         "layout": r.choice(["bhsd", "bshd", "packed"]),
-        "mask": r.choice([None, None, None, *_MASKS]),
-        "causal": causal,
-        "window": r.choice([None, None, *windows]),
-        "key_lengths": r.choice(lengths),
+        "mask": r.choice([None, None, None, *_MASKS]), "causal": causal,
+        "window": r.choice([None, None, *windows]), "key_lengths": r.choice(lengths),
         "query_lengths": r.choice([None, None, [r.randint(0, M), r.randint(0, M)]]),
-        "alibi": r.choice([None, None, "H", "BH"]),
-        "softcap": r.choice([None, None, 2.0]),
+        "alibi": r.choice([None, None, "H", "BH"]), "softcap": r.choice([None, None, 2.0]),
         "sinks": r.choice([None, None, 0.0, 2.0]),
         "relative": r.choice([None, None, ("t5", 8, 16), ("clipped", 9, 128)]),
-        "dropout_p": dropout_p,
-        "scale": r.choice([None, None, -0.4]),
-    }
+        "dropout_p": dropout_p, "scale": r.choice([None, None, -0.4]),
+    }  # fmt: skip
     return sample(f"random {seed} {options}", **options), layout
 
 

@@ -513,19 +513,13 @@ def losses_of_lengths_like_those_of_shards() -> None:
 @pytest.mark.slow
 def test_of_four() -> None:
     in_processes(
-        partial(trained_like_one_process, {"data": 4}),
-        rotary_positions,
+        partial(trained_like_one_process, {"data": 4}), rotary_positions,
         partial(trained_like_one_process, {"data": 2, "tensor": 2}),
-        partial(trained_like_one_process, {"context": 2, "tensor": 2}),
-        stacks,
-        layers_keep_no_weights,
-        layers_of_other_classes,
-        refusals,
-        inputs_out_of_range,
-        losses_of_lengths_like_those_of_shards,
-        attention_drops_what_one_process_drops,
+        partial(trained_like_one_process, {"context": 2, "tensor": 2}), stacks,
+        layers_keep_no_weights, layers_of_other_classes, refusals, inputs_out_of_range,
+        losses_of_lengths_like_those_of_shards, attention_drops_what_one_process_drops,
         other_dropouts,
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.slow

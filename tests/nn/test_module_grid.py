@@ -38,17 +38,13 @@ ATTENTION = {
     "strides": ("contiguous", "transposed", "sliced"),
 }  # fmt: skip
 LAYERS = {
-    "batch_first": (True, False),
-    "norm_first": (True, False),
-    "bias": (True, False),
+    "batch_first": (True, False), "norm_first": (True, False), "bias": (True, False),
     "activation": ("relu", "gelu", "module", "function"),
     "mask": ("none", "bool", "float", "bool 3-D", "float 3-D", "causal", "causal hint"),
-    "padding": ("none", "bool", "float"),
-    "training": (True, False),
-    "batched": (True, False),
+    "padding": ("none", "bool", "float"), "training": (True, False), "batched": (True, False),
     "dtype": (torch.float32, torch.bfloat16, torch.float64),
     "strides": ("contiguous", "transposed", "sliced"),
-}
+}  # fmt: skip
 ATTENTION_CASES = pairwise(**ATTENTION)
 # A case of three factors: padding makes torch read the mask, which allows the added keys.
 HINT_BESIDE_PADDING = [

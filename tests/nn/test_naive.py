@@ -38,13 +38,10 @@ def test_naive_transformer_equals_torch(norm_first, activation):
     fast.load_state_dict(plain.state_dict())
     padding = random_mask(B, N)
     masks = {
-        "tgt_mask": torch.ones(M, M, dtype=torch.bool).triu(1),
-        "src_mask": random_mask(N, N),
-        "memory_mask": random_mask(M, N),
-        "src_key_padding_mask": padding,
-        "tgt_key_padding_mask": random_mask(B, M),
-        "memory_key_padding_mask": padding,
-    }
+        "tgt_mask": torch.ones(M, M, dtype=torch.bool).triu(1), "src_mask": random_mask(N, N),
+        "memory_mask": random_mask(M, N), "src_key_padding_mask": padding,
+        "tgt_key_padding_mask": random_mask(B, M), "memory_key_padding_mask": padding,
+    }  # fmt: skip
     src, tgt = torch.randn(B, N, E), torch.randn(B, M, E)
     assert_equivalent(reference, plain, src, tgt, **masks)
     assert_equivalent(plain, fast, src, tgt, **masks)

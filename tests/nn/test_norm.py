@@ -10,13 +10,10 @@ import fastattn.nn as fnn
 E = 16
 B, M = 3, 5
 NORM_CASES = pairwise(
-    name=("LayerNorm", "RMSNorm"),
-    shape=((E,), (M, E), (63,)),
-    affine=(True, False),
-    leading=((), (3,), (2, 3), (0,)),
-    dtype=(torch.float32, torch.bfloat16, torch.float64),
+    name=("LayerNorm", "RMSNorm"), shape=((E,), (M, E), (63,)), affine=(True, False),
+    leading=((), (3,), (2, 3), (0,)), dtype=(torch.float32, torch.bfloat16, torch.float64),
     transposed=(True, False),
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("case", NORM_CASES, ids=label)

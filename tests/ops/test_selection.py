@@ -436,16 +436,12 @@ def test_backend_table_calls_unavailable(make_op: MakeOp) -> None:
 
 
 @pytest.mark.parametrize("backend, device, reason", [
-    ("reference", "cpu", None),
-    ("reference", "cuda", None),
-    ("cpu", "cpu", None),
+    ("reference", "cpu", None), ("reference", "cuda", None), ("cpu", "cpu", None),
     ("cpu", "cuda", "runs on cpu tensors, got cuda"),
     ("triton", "cpu", "runs on cuda tensors, got cpu"),
-    ("sm90", "cpu", "runs on cuda tensors, got cpu"),
-    ("triton", "cuda", None),
+    ("sm90", "cpu", "runs on cuda tensors, got cpu"), ("triton", "cuda", None),
     ("sm90", "cuda", "is built for Hopper (compute capability 9.0), got 8.0"),
-    ("cuda", "cpu", "runs on cuda tensors, got cpu"),
-    ("cuda", "cuda", None),
+    ("cuda", "cpu", "runs on cuda tensors, got cpu"), ("cuda", "cuda", None),
 ])  # fmt: skip
 def test_devices(backend, device, reason, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)

@@ -113,17 +113,13 @@ def test_batches_as_long_as_their_sequences(training: bool, with_grad: bool) -> 
 
 # -- sizes and types ------------------------------------------------------------------------------
 @pytest.mark.parametrize("name, args, kwargs", [
-    ("MultiheadAttention", (5, 2), {}),
-    ("MultiheadAttention", (0, 1), {}),
-    ("MultiheadAttention", (4, 0), {}),
-    ("TransformerEncoderLayer", (5, 2), {}),
+    ("MultiheadAttention", (5, 2), {}), ("MultiheadAttention", (0, 1), {}),
+    ("MultiheadAttention", (4, 0), {}), ("TransformerEncoderLayer", (5, 2), {}),
     ("TransformerEncoderLayer", (4, 2), {"activation": "tanh"}),
     ("TransformerDecoderLayer", (4, 2), {"activation": "swish"}),
     ("TransformerEncoderLayer", (4, 2), {"dropout": 1.5}),
-    ("TransformerDecoderLayer", (4, 2), {"unknown": 1}),
-    ("Transformer", (5, 2), {}),
-    ("Transformer", (4, 2, 1, 1, 8, -0.5), {}),
-    ("LayerNorm", (4,), {"elementwise_afine": True}),
+    ("TransformerDecoderLayer", (4, 2), {"unknown": 1}), ("Transformer", (5, 2), {}),
+    ("Transformer", (4, 2, 1, 1, 8, -0.5), {}), ("LayerNorm", (4,), {"elementwise_afine": True}),
 ], ids=str)  # fmt: skip
 def test_constructors_raise_what_torchs_raise(name, args, kwargs):
     with pytest.raises(Exception) as expected:

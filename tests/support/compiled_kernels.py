@@ -21,14 +21,11 @@ from fastattn.ops import _env
 
 compiles = pytest.mark.skipif(_env.interpreting(), reason="the interpreter compiles nothing")
 TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_86": GPUTarget("cuda", 86, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-    "sm_89": GPUTarget("cuda", 89, 32),
+    "sm_80": GPUTarget("cuda", 80, 32), "sm_86": GPUTarget("cuda", 86, 32),
+    "sm_90": GPUTarget("cuda", 90, 32), "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64), "sm_89": GPUTarget("cuda", 89, 32),
     "sm_120": GPUTarget("cuda", 120, 32),
-}
+}  # fmt: skip
 # One GPU of each family: sm_86 and sm_89 have sm_80's instructions and less shared memory.
 GENERATIONS = ("sm_80", "sm_90", "sm_100", "gfx942")
 GPUS = {

@@ -22,18 +22,12 @@ STRATEGIES = [
 ]
 # Changes of a model's configuration.
 KINDS = [
-    {"copy": True},
-    {"memory_layers": "same"},
-    {"norm": "power"},
-    {"norm": "batch", "copy": True, "memory_layers": "same"},
-    {"scoring": "additive"},
-    {"scoring": "cosine"},
-    {"positions": "learned"},
-    {"positions": "alibi"},
-    {"positions": "t5"},
+    {"copy": True}, {"memory_layers": "same"}, {"norm": "power"},
+    {"norm": "batch", "copy": True, "memory_layers": "same"}, {"scoring": "additive"},
+    {"scoring": "cosine"}, {"positions": "learned"}, {"positions": "alibi"}, {"positions": "t5"},
     {"positions": "rotary"},
     {"positions": "alibi", "memory_layers": "same", "copy": True, "norm_first": False},
-]
+]  # fmt: skip
 
 
 def sharp_model(*, norm_first: bool = True) -> Seq2SeqTransformer:

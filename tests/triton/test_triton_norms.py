@@ -294,15 +294,11 @@ def test_another_number_of_rows_uses_the_cached_plan() -> None:
 def test_rows_are_copied_only_without_a_single_stride() -> None:
     x = torch.randn(4, 6, 8)
     cases = {
-        "contiguous": (x, 8),
-        "wider rows": (torch.randn(4, 6, 16)[..., :8], 16),
-        "one of several": (x[:, 2], 48),
-        "one of several, kept": (x[:, 2:3], 48),
-        "repeated": (x[0, 0].expand(5, 8), 0),
-        "vector": (x[0, 0], 8),
-        "one row": (torch.randn(1, 3, 16)[:, 1:2, :8], 8),
-        "column": (torch.randn(6, 4)[:, 1:2], 4),
-    }
+        "contiguous": (x, 8), "wider rows": (torch.randn(4, 6, 16)[..., :8], 16),
+        "one of several": (x[:, 2], 48), "one of several, kept": (x[:, 2:3], 48),
+        "repeated": (x[0, 0].expand(5, 8), 0), "vector": (x[0, 0], 8),
+        "one row": (torch.randn(1, 3, 16)[:, 1:2, :8], 8), "column": (torch.randn(6, 4)[:, 1:2], 4),
+    }  # fmt: skip
     for name, (rows, stride) in cases.items():
         found, found_stride = with_one_stride(rows)
         assert found.data_ptr() == rows.data_ptr() and found_stride == stride, name
@@ -422,14 +418,10 @@ CALLS: dict[str, Any] = {
 def _compile_cases() -> list[Any]:
     """(arch, row length, call): a few cases in every run, more in the slow run."""
     always = {
-        ("sm_90", 512): ("fwd", "bwd", "add_bwd"),
-        ("sm_90", 4096): ("add_fwd", "bwd"),
-        ("sm_90", 16384): ("fwd", "bwd"),
-        ("sm_90", 65536): ("bwd",),
-        ("sm_80", 512): ("bwd",),
-        ("sm_100", 4096): ("fwd",),
-        ("gfx942", 512): ("fwd", "bwd"),
-    }
+        ("sm_90", 512): ("fwd", "bwd", "add_bwd"), ("sm_90", 4096): ("add_fwd", "bwd"),
+        ("sm_90", 16384): ("fwd", "bwd"), ("sm_90", 65536): ("bwd",), ("sm_80", 512): ("bwd",),
+        ("sm_100", 4096): ("fwd",), ("gfx942", 512): ("fwd", "bwd"),
+    }  # fmt: skip
     lengths = {"sm_90": (33, 64, 512, 1024, 4096, 4095, 8192, 16384, 65536)}
     cases = []
     for arch in (*GENERATIONS, "sm_120"):

@@ -204,12 +204,13 @@ __device__ __forceinline__ void write_partials(const BackwardProblem& p, float* 
 template <class Z, class P, int kWidth, int kValues, bool kOwnDx>
 __global__ void __launch_bounds__(kMaxThreads, 1) norm_bwd_kernel(const BackwardProblem p) {
   constexpr int kVectors = kValues / kWidth;
-  RowSum row_sum(p.tiling.threads);
+  RowSum row_sum(p.tiling.threads, kRowsTogether);
   const auto columns_here = [&p](int block, const RowThread& own) {
     const int lane = block % p.strips * p.tiling.threads + own.lane;
     return columns_of_thread<kWidth, kValues, true>(p.tiling, lane, p.columns);
   };
-  const Columns columns = columns_here(static_cast<int>(blockIdx.x), RowThread(p.tiling));
+  const Columns columns =
+      columns_here(static_cast<int>(blockIdx.x), RowThread(p.tiling, kRowsTogether));
   float dweight[kValues] = {}, dbias[kValues] = {};
   float dx_bias[kOwnDx ? kValues : 1] = {};
 
@@ -226,7 +227,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1) norm_bwd_kernel(const Backward
     }
   }
 
-  int64_t row = int64_t{blockIdx.x} / p.strips * p.tiling.rows + RowThread(p.tiling).row;
+  int64_t row =
+      int64_t{blockIdx.x} / p.strips * p.tiling.rows + RowThread(p.tiling, kRowsTogether).row;
   RowRing<Z, kWidth, kValues> ring(p, columns, row);
   for (int pass = p.passes; pass > 0; --pass, row += p.step) {
     // Hidden, as the compiler would keep an address in each tensor in registers.
@@ -315,7 +317,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) norm_bwd_kernel(const Backward
   // Computed again, as the loop has no registers left: `block` hides that from the compiler.
   int block = static_cast<int>(blockIdx.x);
   asm volatile("" : "+r"(block));
-  const RowThread own(p.tiling);
+  const RowThread own(p.tiling, kRowsTogether);
   const Columns written = columns_here(block, own);
   const auto write = [&](const ParameterGradient& gradient, const auto& sums) {
     if (gradient.result) {

@@ -21,6 +21,13 @@ namespace fastattn::norm {
 constexpr int kWarp = 32;
 constexpr int kMaxThreads = 512;    // of a thread block, and so of a row
 constexpr int kShortThreads = 128;  // of a thread block with several rows
+// FASTATTN_TRIALS=norm_rows: whether thread blocks of the backward have several rows of more than a
+// warp.
+#ifdef FASTATTN_TRIAL_NORM_ROWS
+constexpr bool kRowsTogether = true;
+#else
+constexpr bool kRowsTogether = false;
+#endif
 // Columns are 32-bit integers, and the last part of a row may end beyond it.
 constexpr int kMaxColumns = 1 << 30;
 
@@ -115,13 +122,11 @@ inline Tiling backward_tiling(int64_t columns, DType type, DType parameter_type,
                               bool own_dx) {
   Tiling tiling = tiling_of(columns, vectors ? vector_width(type) : 1,
                             backward_values(type, parameter_type, vectors, own_dx, columns));
-#ifdef FASTATTN_TRIAL_NORM_ROWS
   // Thread blocks of more rows write fewer lines of partial sums (132 on an H200, not 1,056).
   constexpr int kMinColumns = 512, kMaxTogether = 1024;
-  if (vectors && kMinColumns <= columns && columns <= kMaxTogether) {
+  if (kRowsTogether && vectors && kMinColumns <= columns && columns <= kMaxTogether) {
     tiling.rows = kMaxThreads / tiling.threads;
   }
-#endif
   return tiling;
 }
 // Whether a warp has several rows, in vectors.

@@ -10,9 +10,7 @@
 
 #include "common/dropout.h"
 #include "layer_norm/norm_cuda.h"
-#ifdef FASTATTN_TRIAL_NORM_ROWS
 #include "sm90/ptx/warp.cuh"  // bar_sync, which every GPU has
-#endif
 
 namespace fastattn::norm {
 
@@ -170,19 +168,15 @@ __device__ __forceinline__ void store(T* to, const Vector<T, kWidth>& vector) {
 }
 
 // -- a thread's share of a row -------------------------------------------------------------------
-// Which thread of which row of its block this is.
+// Which thread of which row of its block this is. together: see kRowsTogether. Otherwise the
+// divisor is a constant: all thread blocks of several rows have the same number of threads.
 struct RowThread {
   int row, lane;
-#ifdef FASTATTN_TRIAL_NORM_ROWS
-  __device__ __forceinline__ explicit RowThread(const Tiling& tiling)
-      : row(tiling.rows > 1 ? static_cast<int>(threadIdx.x) / tiling.threads : 0),
-#else
-  // The divisor is a constant: all thread blocks of several rows have the same number of threads.
-  __device__ __forceinline__ explicit RowThread(const Tiling& tiling)
-      : row(tiling.rows > 1 ? static_cast<int>(threadIdx.x) * tiling.rows / kShortThreads : 0),
-#endif
-        lane(static_cast<int>(threadIdx.x) & (tiling.threads - 1)) {
-  }
+  __device__ __forceinline__ explicit RowThread(const Tiling& tiling, bool together = false)
+      : row(tiling.rows > 1 ? together ? static_cast<int>(threadIdx.x) / tiling.threads
+                                       : static_cast<int>(threadIdx.x) * tiling.rows / kShortThreads
+                            : 0),
+        lane(static_cast<int>(threadIdx.x) & (tiling.threads - 1)) {}
 };
 
 // The columns of a thread in a part of a row: vector i begins at first + i * step, if that is
@@ -246,7 +240,8 @@ __device__ __forceinline__ void store(const RowsView& rows, int64_t row, int col
 // additions in the same order in every run.
 class RowSum {
  public:
-  __device__ __forceinline__ explicit RowSum(int threads) : threads_(threads) {}
+  __device__ __forceinline__ explicit RowSum(int threads, bool together = false)
+      : threads_(threads), together_(together) {}
 
   template <int kCount>
   __device__ __forceinline__ void add_up(float (&sums)[kCount]) {
@@ -268,14 +263,15 @@ class RowSum {
         shared[buffer_][threadIdx.x / kWarp][i] = sums[i];
       }
     }
-#ifdef FASTATTN_TRIAL_NORM_ROWS
-    // A block may have several such rows, each with a barrier of its own; 0 is __syncthreads.
-    const int row = static_cast<int>(threadIdx.x) / threads_, first_warp = row * warps;
-    sm90::ptx::bar_sync(1 + row, threads_);
-#else
-    constexpr int first_warp = 0;
-    __syncthreads();
-#endif
+    int first_warp = 0;
+    if (together_) {
+      // Each row has a barrier of its own; 0 is __syncthreads.
+      const int row = static_cast<int>(threadIdx.x) / threads_;
+      first_warp = row * warps;
+      sm90::ptx::bar_sync(1 + row, threads_);
+    } else {
+      __syncthreads();
+    }
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       sums[i] = shared[buffer_][first_warp + (threadIdx.x & (warps - 1))][i];
@@ -298,6 +294,7 @@ class RowSum {
   }
 
   int threads_, buffer_ = 0;
+  bool together_;
 };
 
 // -- dropout -------------------------------------------------------------------------------------

@@ -7,6 +7,11 @@
 namespace fastattn::attention {
 
 constexpr float kMinusInfinity = -__builtin_huge_valf();
+#ifdef FASTATTN_TRIAL_FWD_DIAGONAL
+constexpr bool kComparesApart = true;
+#else
+constexpr bool kComparesApart = false;
+#endif
 
 // Sets the scores of one row (half 0 or 1 of this thread's) at columns outside `allowed` to -inf,
 // whatever they are: dead keys may hold NaN. `allowed` counts from this thread's first column, so
@@ -36,9 +41,8 @@ __device__ __forceinline__ void mask_block(float (&s)[kCount], int first_key, in
                                            const Bounds& bounds, int keys,
                                            sm90::AccumulatorThread thread) {
   const int origin = first_key + thread.first_column();
-#ifdef FASTATTN_TRIAL_FWD_DIAGONAL
   // Most blocks are cut on the right alone: by the diagonal, or by the number of keys.
-  if constexpr (kBounded && kOneSided) {
+  if constexpr (kComparesApart && kBounded && kOneSided) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       mask_row<1>(s, half,
@@ -53,18 +57,17 @@ __device__ __forceinline__ void mask_block(float (&s)[kCount], int first_key, in
             {keys_of_row(upper_row + half * sm90::kRowStep, bounds, keys).begin - origin, 0});
       }
     }
-    return;
-  }
-#endif
+  } else {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    Range allowed = {0, keys};
-    if constexpr (kBounded) {
-      allowed = keys_of_row(upper_row + half * sm90::kRowStep, bounds, keys);
-    } else {
-      allowed.begin = origin;  // nothing to test
+    for (int half = 0; half < 2; ++half) {
+      Range allowed = {0, keys};
+      if constexpr (kBounded) {
+        allowed = keys_of_row(upper_row + half * sm90::kRowStep, bounds, keys);
+      } else {
+        allowed.begin = origin;  // nothing to test
+      }
+      mask_row(s, half, {allowed.begin - origin, allowed.end - origin});
     }
-    mask_row(s, half, {allowed.begin - origin, allowed.end - origin});
   }
 }
 

@@ -197,11 +197,17 @@ def test_faults_of_splits(monkeypatch: pytest.MonkeyPatch) -> None:
             _split(monkeypatch, machine, case)
 
 
-@pytest.mark.parametrize(("lengths", "splits"), [(None, 1), ([9000] * 64, 2)])
+@pytest.mark.parametrize(
+    ("has_lengths", "H", "M", "N", "splits"),
+    [(False, 8, 1, 9000, 1), (True, 8, 1, 9000, 2), (True, 8, 64, 33000, 3),
+     (True, 32, 64, 33000, 1)],
+)  # fmt: skip
 def test_plan_of_splits(
-    monkeypatch: pytest.MonkeyPatch, lengths: list[int] | None, splits: int
+    monkeypatch: pytest.MonkeyPatch, has_lengths: bool, H: int, M: int, N: int, splits: int
 ) -> None:
-    """Splits although there are enough tiles: two for 9,000 keys, if lengths may differ."""
+    """Splits although there are enough tiles: two for 9,000 keys, if lengths may differ, and fewer
+    than eight for 33,000 keys if these would need more than 64 MiB.
+    """
     if reason := missing():
         pytest.skip(reason)
     found: list[int] = []
@@ -213,12 +219,13 @@ def test_plan_of_splits(
 
     bindings.use(monkeypatch, launch, _SPLITS)
     _SPLITS.native.on_host_plan(0, 0, 0)
-    q, k = torch.zeros(64, 8, 1, 128), torch.zeros(1, 1, 9000, 128).expand(64, 8, 9000, 128)
-    q, k = q.bfloat16(), k.bfloat16()
-    given = None if lengths is None else torch.tensor(lengths, dtype=torch.int32)
+    q = torch.zeros(64, H, M, 128, dtype=torch.bfloat16)
+    k = q.new_zeros(1, 1, N, 128).expand(64, H, N, 128)
+    given = torch.full((64,), N, dtype=torch.int32) if has_lengths else None
     monkeypatch.setattr(sm90._env, "multiprocessors", lambda *device: 132)
     call = ForwardCall(q, k, k, key_lengths=given, scale=0.1)
-    sm90.attention_fwd(call, torch.empty_like(q), torch.empty(64, 8, 1))
+    sm90.attention_fwd(call, torch.empty_like(q), torch.empty(64, H, M))
+    assert _SPLITS.last_workspace is None or _SPLITS.last_workspace.numel() < 65 << 20
     assert found == [splits]
 
 

@@ -83,10 +83,15 @@ inline ForwardPlan plan_forward(const ForwardProblem& p, Variant variant, int nu
   const int longest = packed ? packing.max_queries : p.queries;
   int splits = num_splits(tiles, smaller(longest, rows), ceil_div(keys, block), block, num_sms);
 #ifdef FASTATTN_TRIAL_FWD_SPLITS
-  // Where lengths differ, the longest sequences are split although there are enough tiles.
+  // Where lengths differ, the longest sequences are split although there are enough tiles, unless
+  // the splits would take more than kMaxBytes of workspace.
   constexpr int kSplitKeys = 4096, kDecodingQueries = 64;
+  constexpr int64_t kMaxBytes = int64_t{64} << 20;
   if ((packed || p.key_lengths.data) && longest <= kDecodingQueries) {
-    splits = std::max(splits, std::min(kMaxSplits, keys / kSplitKeys));
+    const int64_t row_bytes = p.value_dim * sizeof(float) + sizeof(RowMaxSum);
+    const int64_t split_bytes = row_bytes * p.batch * p.heads * p.queries;
+    const int64_t most = kMaxBytes / std::max(split_bytes, int64_t{1});
+    splits = std::max<int64_t>(splits, std::min<int64_t>({kMaxSplits, keys / kSplitKeys, most}));
   }
 #endif
   const bool waits = tiles * splits > num_sms;  // some tiles start after others have ended

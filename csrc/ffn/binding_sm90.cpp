@@ -296,10 +296,11 @@ int64_t ffn_bwd(Tensor dy, Tensor x, Tensor w1, Tensor w2, Tensor hidden, std::s
     const Matrix activated = {call.saves_activation ? saved : at.activated, s.rows, s.F, s.F};
     multiply_dw(call, gradient, activated, to_w2, plan.parts_of_dw2, at.parts, false);
   }
-  // The products that follow another one of these three need nothing of it.
+  // The products that follow another one of these three need nothing of it, but the parts of dw1
+  // may overwrite those of dw2.
   if (to_w1) {
     multiply_dw(call, dpre, matrix_of(x, "x", call, s.rows, s.D), to_w1, plan.parts_of_dw1,
-                at.parts, to_w2);
+                at.parts, to_w2 && plan.parts_of_dw2 == 1);
   }
   if (to_x) {
     Epilogue epilogue;

@@ -40,6 +40,8 @@ from torch import Tensor
 from fastattn.ops._op import OPS, Op
 from fastattn.ops.attention import sm90
 from fastattn.ops.attention.calls import ForwardCall
+from fastattn.ops.ffn import sm90 as ffn_sm90
+from fastattn.ops.ffn.calls import BackwardCall
 from fastattn.testing.oracle import Oracle, run_op
 from fastattn.testing.poison import poisoned_results
 from fastattn.testing.properties import deterministic_algorithms
@@ -349,6 +351,29 @@ def test_ffn(monkeypatch: pytest.MonkeyPatch) -> None:
     # the end of a launch are for later ones, for all of which the simulator waits by itself.
     assert sorted(found[True]) == [False, False, True, True, True]
     assert found[False] == [False] * 5
+
+
+@pytest.mark.parametrize("rows", [1024, 32768])
+def test_dw1_waits_for_the_sums_of_parts(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """The parts of dw2 and of dw1, eight for 32,768 rows, are in the same memory."""
+    if reason := missing():
+        pytest.skip(reason)
+    found: list[tuple[str, bool]] = []
+
+    def launch(_: str, problem: int, instance: ffn_bindings.Instance) -> None:
+        native = ffn_bindings.HOST.native
+        if instance.step:
+            independent = native.on_host_independent(ctypes.c_void_p(problem))
+            found.append((instance.step, bool(independent)))
+
+    ffn_bindings.use(monkeypatch, launch)
+    x = torch.zeros(rows, 64, dtype=torch.bfloat16)
+    w1, w2, hidden = x.new_zeros(256, 64), x.new_zeros(64, 256), x.new_zeros(rows, 256)
+    gradients = [True, True, False, True, False]
+    call = BackwardCall(x, x, w1, None, w2, None, hidden, "relu", 0.0, 0.0, None, 0, gradients)
+    results = (x.new_empty(n) if n else x.new_empty(0) for n in (x.shape, w1.shape, 0, w2.shape, 0))
+    ffn_sm90.ffn_bwd(call, *results)
+    assert found == [("kDhidden", False), ("kDw", False), ("kDw", rows == 1024), ("kDx", True)]
 
 
 # -- compiler output -------------------------------------------------------------------------------

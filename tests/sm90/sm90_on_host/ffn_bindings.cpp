@@ -38,6 +38,9 @@ const char* sum_columns(const SumColumns& problem, cuda::Stream) {
 ENTRY void on_host_launcher(fastattn::ffn::Launcher launcher) {
   fastattn::ffn::launcher = launcher;
 }
+ENTRY int on_host_independent(const fastattn::ffn::Product* p) {
+  return p->independent;
+}
 // The last workspace's guards, which whoever fills it lifts.
 ENTRY void on_host_guard(int on) {
   for (char* guard : fastattn::guards) {

@@ -10,23 +10,23 @@ using Launcher = const char* (*)(const char* op, const void* problem, int type, 
 Launcher launcher = nullptr;
 
 template <DType kType, DType kParameterType>
-const char* norm_fwd(const ForwardProblem& problem, cuda::Stream) {
-  return device_guards ? launcher("norm_fwd", &problem, static_cast<int>(kType),
-                                  static_cast<int>(kParameterType))
-                       : kUnguarded;
+const char* norm_fwd(const ForwardProblem& problem, cuda::Stream stream) {
+  return is_guarded(stream) ? launcher("norm_fwd", &problem, static_cast<int>(kType),
+                                       static_cast<int>(kParameterType))
+                            : kUnguarded;
 }
 template <DType kType, DType kParameterType>
-const char* norm_bwd(const BackwardProblem& problem, cuda::Stream) {
-  return device_guards ? launcher("norm_bwd", &problem, static_cast<int>(kType),
-                                  static_cast<int>(kParameterType))
-                       : kUnguarded;
+const char* norm_bwd(const BackwardProblem& problem, cuda::Stream stream) {
+  return is_guarded(stream) ? launcher("norm_bwd", &problem, static_cast<int>(kType),
+                                       static_cast<int>(kParameterType))
+                            : kUnguarded;
 }
 
 }  // namespace fastattn::norm
 
 #define CUDA CPU
 #define is_cuda is_cpu
-#define DeviceGuard CountedGuard
+#define DeviceGuard HostGuard
 #ifndef fastattn_cuda  // builds in one process have different namespaces
 #define fastattn_cuda fastattn_cuda_on_host
 #endif

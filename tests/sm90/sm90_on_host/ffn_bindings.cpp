@@ -10,26 +10,27 @@ using Launcher = const char* (*)(const char* op, const void* problem, int type, 
 Launcher launcher = nullptr;
 
 template <DType kType, Step kStep>
-const char* ffn_product_sm90(const Product& problem, cuda::Stream) {
-  return device_guards
+const char* ffn_product_sm90(const Product& problem, cuda::Stream stream) {
+  return is_guarded(stream)
              ? launcher("ffn_product", &problem, static_cast<int>(kType), static_cast<int>(kStep))
              : kUnguarded;
 }
-const char* drop_gradient(const DropGradient& problem, cuda::Stream) {
-  return device_guards
+const char* drop_gradient(const DropGradient& problem, cuda::Stream stream) {
+  return is_guarded(stream)
              ? launcher("ffn_drop_gradient", &problem, static_cast<int>(problem.dtype), -1)
              : kUnguarded;
 }
-const char* sum_columns(const SumColumns& problem, cuda::Stream) {
-  return device_guards ? launcher("ffn_sum_columns", &problem, static_cast<int>(problem.dtype), -1)
-                       : kUnguarded;
+const char* sum_columns(const SumColumns& problem, cuda::Stream stream) {
+  return is_guarded(stream)
+             ? launcher("ffn_sum_columns", &problem, static_cast<int>(problem.dtype), -1)
+             : kUnguarded;
 }
 
 }  // namespace fastattn::ffn
 
 #define CUDA CPU
 #define is_cuda is_cpu
-#define DeviceGuard CountedGuard
+#define DeviceGuard HostGuard
 #define fastattn_sm90 fastattn_sm90_on_host
 #include "ffn/binding_sm90.cpp"
 

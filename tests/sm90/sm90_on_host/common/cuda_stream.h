@@ -1,5 +1,7 @@
-// No streams: launches run where they are made.
+// No streams: launches run where they are made. A stream is the index of its device.
 #pragma once
+
+#include <cstdint>
 
 struct CUstream_st;
 
@@ -7,8 +9,8 @@ namespace fastattn::cuda {
 
 using Stream = CUstream_st*;
 
-inline bool current_stream(int, Stream* stream) {
-  *stream = nullptr;
+inline bool current_stream(int device, Stream* stream) {
+  *stream = reinterpret_cast<Stream>(intptr_t{device});
   return true;
 }
 
@@ -16,11 +18,16 @@ inline bool current_stream(int, Stream* stream) {
 
 namespace fastattn {
 
-inline int device_guards = 0;  // that exist
-struct CountedGuard {
-  explicit CountedGuard(int) { ++device_guards; }
-  ~CountedGuard() { --device_guards; }
+constexpr intptr_t kNoDevice = -2;  // tensors in memory of the host have device -1
+inline intptr_t current_device = kNoDevice;
+struct HostGuard {
+  explicit HostGuard(int device) { current_device = device; }
+  ~HostGuard() { current_device = kNoDevice; }
 };
+// Whether the stream's device is the current one.
+inline bool is_guarded(cuda::Stream stream) {
+  return current_device == reinterpret_cast<intptr_t>(stream);
+}
 constexpr const char* kUnguarded = "a launch needs the tensors' device to be the current one";
 
 }  // namespace fastattn

@@ -210,7 +210,7 @@ INSTANCES = {
 # can judge both (docs/pages/bring-up.md).
 TRIALS = (
     *("ffn_loop", "ffn_dependent"),
-    *("fwd_swizzle", "fwd_counter", "fwd_diagonal", "fwd_splits"),
+    *("fwd_swizzle", "fwd_counter", "fwd_diagonal", "fwd_splits", "fwd_across_tiles"),
     *("bwd_rows", "dq_limit"),
     "norm_rows",
 )

@@ -31,10 +31,10 @@ from sm90_on_host.build import (
     build,
     missing,
 )
-from sm90_on_host.fault_injector import OpInjector, _lines
+from sm90_on_host.fault_injector import Harmless, OpInjector, _lines
 from sm90_on_host.host_library import HostLibrary
 from sm90_plans.backward import CONFIGS, Config
-from test_sm90_faults import Forward
+from test_sm90_faults import HARMLESS, Forward
 from torch import Tensor
 
 from fastattn.ops._op import OPS, Op
@@ -147,6 +147,111 @@ def test_faults_at_the_diagonal(monkeypatch: pytest.MonkeyPatch) -> None:
         machine.inject(Place(MUTATION, number, 1))
         with pytest.raises((AssertionError, RuntimeError)):
             forward.test_forward(lambda _: machine, monkeypatch, name)
+
+
+# -- the forward across tiles ----------------------------------------------------------------------
+_ACROSS = partial(machine_of, "sm90_attention.cpp", "fwd_across_tiles")
+_IN_ORDER = re.compile("k(Full|Bounded|Dropout|Sinks|Scores|ScoresDropout|Paged|PagedScores)")
+_ACROSS_NAMES = [
+    name
+    for name, case in forward.CASES.items()
+    if case.instance.head_dim <= 128 and _IN_ORDER.fullmatch(case.instance.variant)
+]
+_FIRST = "c.softmax.template update<true>(c.rS, alpha, scale_log2<Traits>(state.args));"
+# Wrong forms of expressions, by the instance of which some case detects each.
+_ACROSS_MUTATIONS: dict[str, tuple[tuple[str, str], ...]] = {
+    "128 kScoresDropout": (
+        ("blocks.is_last()", "!blocks.is_last()"),
+        ("hash_rows(state, blocks.tile);", ""),
+        ("blocks.change(c.rS);", ""),
+        ("blocks.mask_first(c.rS);", ""),
+        (f"c.softmax.start();\n  {_FIRST}", _FIRST),
+        (f"c.softmax.start();\n  {_FIRST}", f"c.softmax.start(); {_FIRST}".replace("<t", "<!t")),
+        ("state.value.next()", "state.value"),
+        ("sm90::to_operand<typename Traits::Element>(c.rP, c.rS);", ""),
+        ("blocks.close_first();", ""),
+        ("c.clear(c.rO);", ""),
+        ("!begun", "true"),
+        ("--blocks.n;", ""),
+        ("hash_rows(state, tile);", ""),
+        ("state.query.advance();", ""),
+        ("c.position.next()", "c.position"),
+        ("!is_empty(next_plan.loaded)", "true"),
+    ),
+    "64 kBounded": (
+        ("skipped > 0", "true"),
+        ("skipped > 0", "false"),
+        ("state.release_key(false);", "state.release_key(true);"),
+        ("state.release_value();", ""),
+        ("state.skip_blocks(plan.loaded.end - plan.own.end);", ""),
+        ("plan.own.begin - plan.loaded.begin", "0"),
+        ("next_plan.loaded.end - next_plan.own.end", "0"),
+        ("skipped <= kMaxSkipped<Traits>", "true"),
+        ("state.skip_blocks(again.own.begin - again.loaded.begin);", ""),
+    ),
+}  # fmt: skip
+# More tiles than the queue has, some of them empty, and dead keys on both sides.
+_MANY: dict[str, Any] = {"H": 1, "queries": [40] * 18, "keys": 3 * [50, 50, 200, 200, 0, 0],
+                         "causal": "bottom_right", "window": (60, -1)}  # fmt: skip
+_ACROSS_CASES = {
+    "128 kScoresDropout": (
+        forward.Case(128, "kScoresDropout", H=1, M=300, N=270, B=3, causal="bottom_right",
+                     key_lengths=[270, 0, 140], alibi="BH", softcap=2.0, dropout_p=0.3),
+        forward.Case(128, "kScoresDropout", **_MANY, softcap=2.0, dropout_p=0.3),
+    ),
+    "64 kBounded": (
+        forward.Case(64, "kBounded", M=700, N=700, H=1, causal="top_left"),
+        forward.Case(64, "kBounded", counted=False, B=8, M=192, N=700, H=1, window=(20, -1),
+                     causal="bottom_right", key_lengths=[*4 * [700], 0, 0, 700, 700]),
+        forward.Case(64, "kBounded", H=1, queries=[300, 20, 200, 20], keys=[700, 500, 600, 500],
+                     causal="bottom_right"),
+        forward.Case(64, "kBounded", **_MANY),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _ACROSS_NAMES)
+def test_across_tiles(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    machine = _ACROSS(forward.defines(forward.CASES[name].instance))
+    forward.test_forward(lambda _: machine, monkeypatch, name)
+
+
+@pytest.mark.parametrize("name", _ACROSS_MUTATIONS)
+def test_mutations_across_tiles(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    cases = _ACROSS_CASES[name]
+    file = "attention/sm90/forward/fwd_across_tiles.cuh"
+    mutations = tuple(Mutation(file, *texts) for texts in _ACROSS_MUTATIONS[name])
+    machine = _ACROSS(forward.defines(cases[0].instance), mutations)
+
+    def run() -> None:
+        for case in cases:
+            monkeypatch.setitem(forward.CASES, "case", case)
+            forward.test_forward(lambda _: machine, monkeypatch, "case")
+
+    run()
+    found = []
+    for number, mutation in enumerate(mutations):
+        machine.inject(Place(MUTATION, number, 1))
+        try:
+            run()
+        except (AssertionError, RuntimeError):
+            found.append(mutation)
+    assert found == list(mutations)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", _ACROSS_CASES)
+def test_faults_across_tiles(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Every fault of the machine in the loop over tiles."""
+    cases = _ACROSS_CASES[name]
+    machine = _ACROSS(forward.defines(cases[0].instance))
+    injector = Forward(machine, only_in="fwd_across_tiles.cuh")
+    for case in cases:
+        monkeypatch.setitem(forward.CASES, "case", case)
+        forward.test_forward(lambda _: injector, monkeypatch, "case")
+    assert len(injector.detected) > 50
+    passed = Harmless("no mbarrier wait", "shared.passed.wait(", "it never blocks")
+    assert not injector.undetected((*HARMLESS, passed))
 
 
 # -- splits by number of keys ----------------------------------------------------------------------
@@ -414,12 +519,28 @@ def test_instance(monkeypatch: pytest.MonkeyPatch, name: str, tmp_path: Path) ->
         sources.test_ffn_instance(name, None, tmp_path)
 
 
-def test_half_of_the_first_scores(tmp_path: Path) -> None:
-    """Q K^T of the first block in two widths: nothing is serialised, and nothing spills."""
-    name = "attention_fwd_sm90_bf16_d128_bounded"
-    log, kernels = sources._compile(sources.FORWARD, tmp_path, name, "fwd_counter,fwd_diagonal")
+def _forward_events(folder: Path, name: str, trials: str) -> str:
+    """Of an instance in which nothing is serialised and nothing spills."""
+    log, kernels = sources._compile(sources.FORWARD, folder, f"attention_fwd_sm90_{name}", trials)
     assert not re.findall(r"C75\d\d", log), log
     assert re.search(r"\b0 bytes spill stores, 0 bytes spill loads", log), log
     (sass,) = kernels.values()
-    events = "".join(sources._events(sass))
+    return "".join(sources._events(sass))
+
+
+@pytest.mark.parametrize(
+    "name", ["bf16_d64_bounded", "fp16_d64_full", "bf16_d128_dropout", "fp16_d128_bounded"]
+)
+def test_products_across_tiles(tmp_path: Path, name: str) -> None:
+    """Both products of a step are in flight together, also where they are of two tiles."""
+    events = _forward_events(tmp_path, name, "fwd_across_tiles")
+    step = "m{12}1e{66}0" if "d64" in name else "m{16}1e*0e*"
+    first = "m{4}0e*" if "d64" in name else "m{8}0e*"
+    loops = 1 if "full" in name else 2
+    assert re.fullmatch(f"{first}({step}){{{loops}}}m{{8}}0{step}", events), events
+
+
+def test_half_of_the_first_scores(tmp_path: Path) -> None:
+    """Q K^T of the first block in two widths."""
+    events = _forward_events(tmp_path, "bf16_d128_bounded", "fwd_counter,fwd_diagonal")
     assert re.fullmatch("m{8}0m{8}00e*(m{16}1e*0e*){2}m{8}0", events), events

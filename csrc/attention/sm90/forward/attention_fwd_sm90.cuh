@@ -29,6 +29,7 @@
 
 #include "attention/attention.h"
 #include "attention/sm90/common.cuh"
+#include "attention/sm90/forward/fwd_across_tiles.cuh"
 #include "attention/sm90/forward/fwd_consumer.cuh"
 #include "attention/sm90/forward/fwd_producer.cuh"
 #include "attention/sm90/forward/fwd_storage.cuh"
@@ -105,7 +106,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if (args.packing.query_offsets) {
       clear_rest<Traits>(args);
     }
-    Consumer<Traits>(shared, args, warpgroup - 1).run();
+    Consumer<Traits> consumer(shared, args, warpgroup - 1);
+    if constexpr (Traits::kAcrossTiles) {
+      run_across_tiles(consumer);
+    } else {
+      consumer.run();
+    }
   }
 }
 

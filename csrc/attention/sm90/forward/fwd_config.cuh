@@ -102,6 +102,13 @@ struct ForwardTraits {
   // instances, with dropout or of head dim 64, have too few registers.
   static constexpr bool kHalves = kVariant == Variant::kBounded && kHeadDim == 128;
 #endif
+#ifdef FASTATTN_TRIAL_FWD_ACROSS_TILES
+  // Not with one Q buffer, which is loaded too late. At head dim 64, three groups with sinks would
+  // spill 16 bytes.
+  static constexpr bool kAcrossTiles = !kDense && kQueryBuffers == 2 && !(kSinks && kGroups == 3);
+#else
+  static constexpr bool kAcrossTiles = false;
+#endif
   static constexpr int kStages = 2;
   // Slots of what is loaded with K and read until P V is issued (block metadata, column keys). The
   // slot of K is released earlier and that of V is filled later, so neither could hold it.

@@ -65,6 +65,16 @@ struct Consumer {
   __device__ __forceinline__ void attend(Blocks blocks, const TileInfo& tile, float (&factor)[2]) {
     hash_rows(state, tile);
     first_block(blocks);
+    later_blocks(blocks);
+    issue_output();
+    close_rows(state, softmax, tile, factor);
+    await_output();
+    state.query.advance();
+  }
+
+  // All but the first; P V of the last one is to be issued.
+  template <class Blocks>
+  __device__ __forceinline__ void later_blocks(Blocks& blocks) {
 #pragma unroll 1
     while (blocks.more()) {
       if constexpr (Blocks::kHasEdges) {
@@ -79,10 +89,6 @@ struct Consumer {
       }
     }
     blocks.close_last();
-    issue_output();
-    close_rows(state, softmax, tile, factor);
-    await_output();
-    state.query.advance();
   }
 
   // -- a block ------------------------------------------------------------------------------

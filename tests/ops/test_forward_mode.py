@@ -282,33 +282,6 @@ def test_columns_of_a_jacobian_share_a_call() -> None:
     torch.testing.assert_close(found, jacrev(lambda x: fastattn.attention(x, q, q))(q))
 
 
-def test_recorded_calls() -> None:
-    """Without functorch: gradients of results and tangents, and tangents of gradients."""
-    leaves = [x.requires_grad_() for x in torch.randn(6, 1, 2, 5, 8, dtype=torch.float64).unbind()]
-
-    def values(*tensors: Tensor) -> Tensor:
-        out, lse = fastattn.attention(*tensors, causal=True, return_lse=True)
-        return out.sin().sum() + lse.sin().sum()
-
-    def products() -> list[Tensor]:
-        with forward_ad.dual_level():
-            duals = [
-                forward_ad.make_dual(*pair) for pair in zip(leaves[:3], leaves[3:], strict=True)
-            ]
-            loss = values(*duals)
-            found = forward_ad.unpack_dual(loss)
-            gradients = torch.autograd.grad(
-                found.primal + found.tangent.sin(), leaves, retain_graph=True
-            )
-            of_loss = torch.autograd.grad(loss, leaves[:3])
-            return [*gradients, *(forward_ad.unpack_dual(x).tangent for x in of_loss)]
-
-    with Reference():
-        expected = products()
-    for x, y in zip(products(), expected, strict=True):
-        torch.testing.assert_close(x, y)
-
-
 class _Largest(TorchDispatchMode):
     """The number of elements of the largest result of any operator."""
 

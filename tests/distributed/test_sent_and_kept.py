@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from peak_bytes import PeakBytes
+from sent_bytes import SentBytes
 from support import in_processes, needs_distributed
 
 from fastattn.distributed import Plan, loss_sum, parallelize
 from fastattn.seq2seq.model import ModelConfig, Seq2SeqTransformer
-from fastattn.testing import PeakBytes, SentBytes
 
 pytestmark = needs_distributed
 

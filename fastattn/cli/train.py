@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
@@ -186,6 +187,8 @@ def add(commands: Any) -> None:
 def _run_train(options: argparse.Namespace) -> int:
     import torch
 
+    if (size := os.environ.get("WORLD_SIZE", "1")) != "1":
+        raise UsageError(f"train must run in one process, got WORLD_SIZE={size}, as by torchrun")
     device = chosen_device(options)
     from fastattn.seq2seq import make_model
     from fastattn.seq2seq.runs import start_run

@@ -33,11 +33,10 @@ class _PositionalEncoding(nn.Module):
             raise TypeError(f"x must be floating, got {x.dtype}")
         if isinstance(offset, Tensor):
             S = x.shape[-2]
-            if offset.dtype not in (torch.int32, torch.int64) or not (
-                offset.numel() == 1 or offset.shape == (S,)
-            ):
+            integral = offset.dtype in (torch.int32, torch.int64)
+            if not (integral and offset.shape in ((), (1,), (S,))):
                 raise ValueError(
-                    f"offset must be an integer, int64 [1] or [{S}], "
+                    f"offset must be an integer or integers [1] or [{S}], "
                     f"got {offset.dtype} {list(offset.shape)}"
                 )
             if S > 1 and offset.shape != (S,):

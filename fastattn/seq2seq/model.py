@@ -112,6 +112,7 @@ class ModelConfig:
         if self.width % self.heads:
             raise ValueError(f"heads must divide width {self.width}, got {self.heads}")
         for name, known in (
+            ("tied", (False, True)),
             ("activation", tuple(ACTIVATIONS)),
             ("positions", POSITIONS),
             ("memory_layers", MEMORY_LAYERS),

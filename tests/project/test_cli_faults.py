@@ -142,6 +142,14 @@ def test_options_out_of_range(capsys, run_folder, options, message):
     assert (code, out) == (2, "") and message in err
 
 
+def test_training_in_several_processes_is_refused(capsys, pairs_file, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    run = tmp_path / "run"
+    code, out, err = call(capsys, "train", "--data", str(pairs_file), "--out", str(run), *TINY)
+    assert (code, out) == (2, "") and "must run in one process, got WORLD_SIZE=2" in err
+    assert not run.exists()
+
+
 def test_too_little_memory_has_words(capsys):
     from fastattn.cli.errors import report
 

@@ -126,6 +126,7 @@ def test_errors_of_configurations(config: type, changes: dict[str, float]) -> No
     ("changes", "message"),
     [
         ({"norm": "group"}, "norm must be one of .* got 'group'"),
+        ({"tied": "target"}, r"tied must be one of \(False, True\), got 'target'"),
         ({"scoring": "bilinear"}, "scoring must be one of .* got 'bilinear'"),
         ({"decoder": "diffusion"}, "decoder must be one of .* got 'diffusion'"),
         ({"length": "short"}, "length must be one of .* got 'short'"),

@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = make_parser(arguments)
-    options = parser.parse_args(arguments, argparse.Namespace(arguments=arguments))
+    options = parser.parse_args(arguments)
     if options.version:
         import fastattn
 

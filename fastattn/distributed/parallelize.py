@@ -111,21 +111,16 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Plan | None = None) ->
     sizes = _sizes(mesh)
     refusal = None
     try:
-        require_divisible(model, mesh, plan, mesh.device_type)
+        if reasons := list(_refusals(_Pieces.of(model), sizes, plan, mesh.device_type)):
+            raise ValueError(
+                "the model cannot be divided:\n" + "\n".join(f"- {r}" for r in reasons)
+            )
     except (TypeError, ValueError) as error:
         refusal = error
     _require_same(model, mesh, plan, refusal)
     if refusal is not None:
         raise refusal
     return Report(tuple(_Changes(_Pieces.of(model), mesh, sizes, plan).make()))
-
-
-def require_divisible(model: nn.Module, mesh: DeviceMesh, plan: Plan, device_type: str) -> None:
-    """Raises what `parallelize` would on every process alike, for parameters on a device of this
-    type. Does not communicate.
-    """
-    if reasons := list(_refusals(_Pieces.of(model), _sizes(mesh), plan, device_type)):
-        raise ValueError("the model cannot be divided:\n" + "\n".join(f"- {r}" for r in reasons))
 
 
 def _sizes(mesh: DeviceMesh) -> dict[str, int]:

@@ -181,8 +181,7 @@ def unpatch(model: nn.Module) -> None:
     """Reverts `patch` or `fastattn.nn.convert`, also on copied and unpickled models.
 
     Raises RuntimeError, and changes nothing, if a module's class was changed afterwards, for
-    example by a parametrization or `fully_shard`, or `fastattn.nn.set_heads` gave it heads that
-    torch's class does not have.
+    example by a parametrization or `fully_shard`.
     """
     _check(model)
     _revert(dict(model.named_modules()))

@@ -369,8 +369,8 @@ def decoder_layer_step(
     def attend_memory(y: Tensor) -> Tensor:
         (q,) = project_heads(cross_attn, y, 0, 1)
         k, v = past.memory_heads()
-        heads = attend(cross_attn, q, k, v, streams, **cache.memory_options())
-        return merge_heads(cross_attn, heads, 3)
+        dead: dict[str, Any] = {"mask": cache.memory_mask, "key_lengths": cache.memory_lengths}
+        return merge_heads(cross_attn, attend(cross_attn, q, k, v, streams, **dead), 3)
 
     return decoder_layer(
         layer,

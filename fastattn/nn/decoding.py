@@ -89,21 +89,14 @@ class DecoderCache:
 
     def step(self, positions: int) -> "Step":
         """The arguments and buffers of the layers at the next positions."""
-        self._check_end(self.length + positions)
+        if (end := self.length + positions) > self.max_length:
+            raise ValueError(
+                f"the cache holds max_length={self.max_length} positions, got position {end - 1}"
+            )
         if positions == 1:
             return Step(self, self.position, self.rows, self.key_lengths)
         rows = self.rows + torch.arange(positions, device=self.rows.device)
         return Step(self, rows, rows, (rows + 1).expand(self.batch_size, positions))
-
-    def _check_end(self, end: int) -> None:
-        if end > self.max_length:
-            raise ValueError(
-                f"the cache holds max_length={self.max_length} positions, got position {end - 1}"
-            )
-
-    def memory_options(self) -> dict[str, Any]:
-        """The keyword arguments of a layer's attention over the memory."""
-        return {"mask": self.memory_mask, "key_lengths": self.memory_lengths}
 
     def positional_mask(self, positions: AttentionPositions) -> Tensor | None:
         """`ancestry` as a floating mask `[B, H, K, T * K]` with the biases of the next position.

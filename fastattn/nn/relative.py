@@ -163,7 +163,7 @@ class RotaryPositions(ComputedTable, AttentionPositions):
         return (self.base**-exponents).float()  # [D / 2]
 
     def rotated(self, q: Tensor, k: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-        angles = at[..., None, None] * self.table_on(q.device)  # [..., S, 1, D / 2]
+        angles = at[:, None, None] * self.table_on(q.device)  # [S, 1, D / 2]
         cos, sin = angles.cos(), angles.sin()
         return _rotated(q, cos, sin), _rotated(k, cos, sin)
 

@@ -7,7 +7,7 @@ and folders `checkpoints/step-00000400/` with
     state.safetensors   AdamW's moments, named by parameter, and the random number generators
     state.json          the update count, the position in the data, the best validation
 
-A checkpoint is written under a temporary name and renamed when complete; nothing is pickled. The
+A checkpoint is written under a temporary name and renamed when complete; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -105,8 +105,29 @@ def save_checkpoint(
     device: torch.device,
 ) -> Path:
     """Write the checkpoint of `state.step` and return its folder."""
-    tensors = training_tensors(model, optimizer) | generator_states(device)
-    folder = write_checkpoint(run, state, tensors)
+    from safetensors.torch import save_file
+
+    files: dict[str, dict[str, Tensor]] = {"model": {}, "state": {}}
+    for name, tensor in (training_tensors(model, optimizer) | generator_states(device)).items():
+        kind, _, rest = name.partition(".")
+        file, kept = ("model", rest) if kind == "model" else ("state", name)
+        files[file][kept] = tensor.cpu().contiguous()
+    folder = checkpoint_folder(run, state.step)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        # mkdtemp creates a private folder, and renaming keeps its mode.
+        temporary.chmod(0o777 & ~_umask())
+        for file, contents in files.items():
+            with _writing(temporary / f"{file}.safetensors") as path:
+                save_file(contents, path)
+        (temporary / "state.json").write_text(json.dumps(asdict(state)))
+        if folder.exists():
+            shutil.rmtree(folder)
+        temporary.replace(folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     if state.best is not None:
         write_best(run, state.best)
     return folder
@@ -131,34 +152,6 @@ def generator_states(device: torch.device) -> dict[str, Tensor]:
     if device.type == "cuda":
         states["rng.cuda"] = torch.cuda.get_rng_state(device)
     return states
-
-
-def write_checkpoint(run: Path, state: TrainingState, tensors: dict[str, Tensor]) -> Path:
-    """Write a checkpoint of whole tensors, named as by `training_tensors`; return its folder."""
-    from safetensors.torch import save_file
-
-    files: dict[str, dict[str, Tensor]] = {"model": {}, "state": {}}
-    for name, tensor in tensors.items():
-        kind, _, rest = name.partition(".")
-        file, kept = ("model", rest) if kind == "model" else ("state", name)
-        files[file][kept] = tensor.cpu().contiguous()
-    folder = checkpoint_folder(run, state.step)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        # mkdtemp creates a private folder, and renaming keeps its mode.
-        temporary.chmod(0o777 & ~_umask())
-        for file, contents in files.items():
-            with _writing(temporary / f"{file}.safetensors") as path:
-                save_file(contents, path)
-        (temporary / "state.json").write_text(json.dumps(asdict(state)))
-        if folder.exists():
-            shutil.rmtree(folder)
-        temporary.replace(folder)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    return folder
 
 
 @contextmanager

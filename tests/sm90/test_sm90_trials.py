@@ -158,7 +158,7 @@ _ACROSS_NAMES = [
     if case.instance.head_dim <= 128 and _IN_ORDER.fullmatch(case.instance.variant)
 ]
 _FIRST = "c.softmax.template update<true>(c.rS, alpha, scale_log2<Traits>(state.args));"
-# Wrong forms of expressions, by the instance of which some case detects each.
+# Wrong forms of expressions: a case of the instance detects each of them.
 _ACROSS_MUTATIONS: dict[str, tuple[tuple[str, str], ...]] = {
     "128 kScoresDropout": (
         ("blocks.is_last()", "!blocks.is_last()"),
@@ -332,8 +332,10 @@ def test_plan_of_splits(
     monkeypatch.setattr(sm90._env, "multiprocessors", lambda *device: 132)
     call = ForwardCall(q, k, k, key_lengths=given, scale=0.1)
     sm90.attention_fwd(call, torch.empty_like(q), torch.empty(64, H, M))
-    assert _SPLITS.last_workspace is None or _SPLITS.last_workspace.numel() < 65 << 20
     assert found == [splits]
+    used = _SPLITS.last_workspace  # not in the assertion: guarded memory cannot be printed
+    size = 0 if used is None else used.numel()
+    assert size < 65 << 20
 
 
 # -- the backward: blocks of 64 rows, and a limit of the waits for dQ -----------------------------
@@ -520,7 +522,7 @@ def test_instance(monkeypatch: pytest.MonkeyPatch, name: str, tmp_path: Path) ->
 
 
 def _forward_events(folder: Path, name: str, trials: str) -> str:
-    """Of an instance in which nothing is serialised and nothing spills."""
+    """The events of an instance, in which nothing is serialised and nothing spills."""
     log, kernels = sources._compile(sources.FORWARD, folder, f"attention_fwd_sm90_{name}", trials)
     assert not re.findall(r"C75\d\d", log), log
     assert re.search(r"\b0 bytes spill stores, 0 bytes spill loads", log), log

@@ -18,8 +18,8 @@
 //
 // Read in this order: fwd_config.cuh (shapes), fwd_tiles.cuh (arguments, which blocks a tile
 // needs), fwd_storage.cuh (shared memory, barriers), fwd_producer.cuh, fwd_consumer.cuh (the main
-// loop), and this file (the kernel and its launch). fwd_blocks.cuh has what happens to a block
-// besides its products. output.cuh ends a tile, with sinks.cuh.
+// loop), fwd_across_tiles.cuh (a trial), and this file (the kernel and its launch). fwd_blocks.cuh
+// has what happens to a block besides its products. output.cuh ends a tile, with sinks.cuh.
 #pragma once
 
 #include <algorithm>

@@ -6,9 +6,9 @@
 
 namespace fastattn::attention {
 
-// Most blocks that a warpgroup may skip beside the last P V, after its blocks of a tile and before
-// those of the next one. V of a second one would wait until this P V has released a slot. With
-// dropout, registers would spill.
+// Largest number of blocks that a warpgroup may skip beside the last P V, after its blocks of a
+// tile and before those of the next one. V of a second one would wait until this P V has released a
+// slot. With dropout, registers would spill.
 template <class Traits>
 constexpr int kMaxSkipped = !Traits::kSkips || Traits::kDropout ? 0 : Traits::kStages - 1;
 

@@ -7,6 +7,7 @@
 namespace fastattn::attention {
 
 constexpr float kMinusInfinity = -__builtin_huge_valf();
+// FASTATTN_TRIALS=fwd_diagonal: whether keys are compared with one bound at a time.
 #ifdef FASTATTN_TRIAL_FWD_DIAGONAL
 constexpr bool kComparesApart = true;
 #else

@@ -451,4 +451,4 @@ def test_derivatives_in_python() -> None:
         pytest.skip("every test here uses them")
     names = "autograd dispatch forward_mode op_modes torch_behaviours vmap".split()
     files = [str(Path(__file__).with_name(f"test_{name}.py")) for name in names]
-    assert passed_with("--python-derivatives", "-m", "not slow", "-k", CHOSEN, *files) > 250
+    assert passed_with("--python-derivatives", "-m", "not slow", "-k", CHOSEN, *files) > 220

@@ -130,7 +130,7 @@ CASES = [
     _sample("add_layer_norm", (9, 33), dropout_p=0.3, x_bias=True),
     _sample("add_layer_norm", (9, 72), weight=False, bias=False),
     _sample("add_layer_norm", (5, 72), "sum alone"),
-    _sample("layer_norm", (2, 8200)),  # 32 columns of a thread in the backward
+    _sample("layer_norm", (3, 8200)),  # 32 columns of a thread, a row for each stage
     _sample("add_layer_norm", (2, 8200), offset=3.0, x_bias=True),  # two strips
     # Parts of a row, and three strips: of columns that are accessed one by one, half as many do.
     _sample("add_layer_norm", (2, 8193), offset=3.0, x_bias=True),

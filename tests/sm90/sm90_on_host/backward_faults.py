@@ -306,7 +306,7 @@ BY_LAYOUT = (
     Harmless("no pin", "ptx::pin(lane);", "no product has it: it saves registers"),
 )
 HARMLESS = (
-    Harmless("no mbarrier wait", "shared.passed.wait(", "passes at once: it delays exponentials"),
+    Harmless("no mbarrier wait", "shared.passed.wait(", "it never blocks, it orders exponentials"),
     # PTX does not say that the end of a launch completes its asynchronous additions.
     Harmless("no bulk wait", "} ptx::cp_async_bulk_wait_group();", "launches end with it here"),
     Harmless("bulk wait for reads only", "} ptx::cp_async_bulk_wait_group();", "as before"),

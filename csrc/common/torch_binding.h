@@ -50,7 +50,8 @@ using torch::stable::Tensor;
 // library's op.
 using torch::stable::accelerator::DeviceGuard;
 
-inline DType dtype_of(const Tensor& tensor, const char* name) {
+template <class T>
+DType dtype_of(const T& tensor, const char* name) {
   switch (tensor.scalar_type()) {
     case ScalarType::Float:
       return DType::kFloat32;

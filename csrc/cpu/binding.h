@@ -1,8 +1,8 @@
 // What CPU bindings share: new results, workspace, and calls to the other backends.
 //
 // Python defines the schemas of the namespace `fastattn`. A CPU binding registers two overloads of
-// an op: the default one allocates the results and passes calls that have no CPU kernel to the
-// other backends (`call_other_backend`); `.out` writes into given results.
+// an op: the default one allocates the results; `.out` writes into given results. Calls that have
+// no CPU kernel go to the other backends.
 #pragma once
 
 #include <algorithm>
@@ -166,7 +166,8 @@ class Workspace {
 
 // -- arguments ------------------------------------------------------------------------------------
 // Rows of a tensor [..., columns].
-inline int64_t rows_in(const Tensor& x) {
+template <class T>
+int64_t rows_in(const T& x) {
   int64_t rows = 1;
   for (int64_t d = 0; d + 1 < x.dim(); ++d) {
     rows *= x.size(d);
@@ -206,73 +207,13 @@ std::vector<Tensor> given_results(StableIValue* stack, size_t arguments, size_t 
 }
 
 // -- the other backends ---------------------------------------------------------------------------
-namespace detail {
-
-template <class T>
-StableIValue stable_value(const T& value) {
-  return torch::stable::detail::from(value);
-}
-
-inline StableIValue stable_value(const std::vector<bool>& value) {
-  std::array<bool, 16> flags;
-  STD_TORCH_CHECK(value.size() <= flags.size(), "at most ", flags.size(), " flags");
-  std::copy(value.begin(), value.end(), flags.begin());
-  return torch::stable::detail::from(
-      torch::headeronly::HeaderOnlyArrayRef<bool>(flags.data(), value.size()));
-}
-
-template <class... Results, size_t... i>
-std::tuple<Results...> results_on(const StableIValue* stack, std::tuple<Results...>*,
-                                  std::index_sequence<i...>) {
-  return {torch::stable::detail::to<Results>(stack[i])...};
-}
-
-}  // namespace detail
-
 // The text of the exception that the other backend has raised in this thread, which PyTorch does
 // not pass on before torch 2.13 and adds a traceback to since. Python sets it.
 std::string& kept_error();
 
 // Passes a call that has no CPU kernel to the first other backend that supports it, through the
-// op's `backend` overload with an empty name. Its arguments are the first on the stack, of as many
-// places as arguments and one more; results replace them.
-inline void dispatch_to_other_backend(const char* op, StableIValue* stack, size_t arguments) {
-  stack[arguments] = detail::stable_value(std::string());
-  kept_error().clear();
-  if (torch_call_dispatcher(op, "backend", stack, TORCH_ABI_VERSION) != TORCH_SUCCESS) {
-    if (!kept_error().empty()) {
-      throw std::runtime_error(kept_error());
-    }
-    throw_error(op);
-  }
-}
-
-// The same for given arguments. Returns a tuple of the op's results.
-template <class Results, class... Arguments>
-Results call_other_backend(const char* op, const Arguments&... arguments) {
-  constexpr size_t kArguments = sizeof...(Arguments);
-  static_assert(std::tuple_size_v<Results> <= kArguments + 1);
-  std::array<StableIValue, kArguments + 1> stack = {detail::stable_value(arguments)...};
-  dispatch_to_other_backend(op, stack.data(), kArguments);
-  return detail::results_on(stack.data(), static_cast<Results*>(nullptr),
-                            std::make_index_sequence<std::tuple_size_v<Results>>());
-}
-
-// The same, copied into given results.
-template <class Results, class... Arguments>
-Results call_other_backend_into(Results results, const char* op, const Arguments&... arguments) {
-  const Results values = call_other_backend<Results>(op, arguments...);
-  std::apply(
-      [&](auto&... result) {
-        std::apply([&](const auto&... value) { (torch::stable::copy_(result, value), ...); },
-                   values);
-      },
-      results);
-  return results;
-}
-
-// For kernels that take their arguments from the dispatcher's stack. kGiven: the last arguments are
-// the results, as those of `.out`.
+// op's `backend` overload with an empty name. kGiven: the last arguments are the results, as those
+// of `.out`.
 template <bool kGiven>
 void pass_to_other_backend(const char* op, StableIValue* stack, size_t arguments, size_t results) {
   constexpr size_t kMaxArguments = 32;
@@ -280,7 +221,14 @@ void pass_to_other_backend(const char* op, StableIValue* stack, size_t arguments
   STD_TORCH_CHECK(arguments < values.size(), op, " has too many arguments");
   std::copy_n(stack, arguments, values.begin());
   std::vector<Tensor> given = given_results<kGiven>(stack, arguments, results);
-  dispatch_to_other_backend(op, values.data(), kGiven ? arguments - results : arguments);
+  values[kGiven ? arguments - results : arguments] = torch::stable::detail::from(std::string());
+  kept_error().clear();
+  if (torch_call_dispatcher(op, "backend", values.data(), TORCH_ABI_VERSION) != TORCH_SUCCESS) {
+    if (!kept_error().empty()) {
+      throw std::runtime_error(kept_error());
+    }
+    throw_error(op);
+  }
   if (!kGiven) {
     std::copy_n(values.begin(), results, stack);
     return;
@@ -293,6 +241,36 @@ void pass_to_other_backend(const char* op, StableIValue* stack, size_t arguments
     *stack++ = torch::stable::detail::from(result);
   }
 }
+
+// Whether the kernels support the dtypes of tensors at these places of the stack; those at
+// `optional` may be None.
+inline bool have_kernels(const StableIValue* stack, std::initializer_list<int> places,
+                         std::initializer_list<int> optional = {}) {
+  const auto is_supported = [](StableIValue tensor) {
+    return has_kernels_for(TensorOnStack(tensor).scalar_type());
+  };
+  return std::all_of(places.begin(), places.end(),
+                     [&](int place) { return is_supported(stack[place]); }) &&
+         std::all_of(optional.begin(), optional.end(), [&](int place) {
+           const auto* tensor = torch::stable::detail::to<StableIValue*>(stack[place]);
+           return !tensor || is_supported(*tensor);
+         });
+}
+
+// Registers the functions `op` and `op`_out as the overloads of an op. Calls for which `supported`,
+// an expression of the arguments on `stack` and of kGiven, is false go to the other backends.
+#define FASTATTN_CPU_OP(m, op, supported)                 \
+  FASTATTN_CPU_OVERLOAD(m, op, "", op, false, supported); \
+  FASTATTN_CPU_OVERLOAD(m, op, ".out", op##_out, true, supported)
+#define FASTATTN_CPU_OVERLOAD(m, op, overload, function, is_given, supported)          \
+  m.impl(#op overload, [](StableIValue* stack, uint64_t arguments, uint64_t results) { \
+    constexpr bool kGiven = is_given;                                                  \
+    if (supported) {                                                                   \
+      TORCH_BOX(function)(stack, arguments, results);                                  \
+    } else {                                                                           \
+      pass_to_other_backend<kGiven>("fastattn::" #op, stack, arguments, results);      \
+    }                                                                                  \
+  })
 
 // -- threads --------------------------------------------------------------------------------------
 inline int64_t threads() {

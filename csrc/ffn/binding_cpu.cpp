@@ -26,11 +26,6 @@ int64_t work_of(const Shape& s) {
   return product_work(s.rows, s.D, s.wide) + product_work(s.rows, s.F, s.out);
 }
 
-bool supports(const Tensor& x, const std::optional<Tensor>& residual) {
-  return has_kernels_for(x.scalar_type()) &&
-         (!residual || has_kernels_for(residual->scalar_type()));
-}
-
 Activation activation_of(const std::string& name, const Shape& s) {
   const bool gated = name == "reglu" || name == "geglu" || name == "swiglu";
   STD_TORCH_CHECK(s.wide == (gated ? 2 : 1) * s.F, "w1 must have ", (gated ? 2 : 1) * s.F,
@@ -102,11 +97,6 @@ std::tuple<Tensor, Tensor> ffn_fwd_out(Tensor x, Tensor w1, std::optional<Tensor
                                        std::string activation, double dropout_p,
                                        double output_dropout_p, std::optional<Tensor> dropout_seed,
                                        int64_t dropout_stream, Tensor y, Tensor hidden) {
-  if (!supports(x, residual)) {
-    return call_other_backend_into(std::tuple(y, hidden), "fastattn::ffn_fwd", x, w1, b1, w2, b2,
-                                   residual, activation, dropout_p, output_dropout_p, dropout_seed,
-                                   dropout_stream);
-  }
   x = readable_left(x);
   w1 = readable(w1);
   w2 = readable(w2);
@@ -162,11 +152,6 @@ std::tuple<Tensor, Tensor> ffn_fwd(Tensor x, Tensor w1, std::optional<Tensor> b1
                                    std::string activation, double dropout_p,
                                    double output_dropout_p, std::optional<Tensor> dropout_seed,
                                    int64_t dropout_stream) {
-  if (!supports(x, residual)) {
-    return call_other_backend<std::tuple<Tensor, Tensor>>(
-        "fastattn::ffn_fwd", x, w1, b1, w2, b2, residual, activation, dropout_p, output_dropout_p,
-        dropout_seed, dropout_stream);
-  }
   const ScalarType type = residual ? residual->scalar_type() : x.scalar_type();
   return ffn_fwd_out(x, w1, b1, w2, b2, residual, activation, dropout_p, output_dropout_p,
                      dropout_seed, dropout_stream, new_rows(x, w2.size(0), type),
@@ -274,11 +259,6 @@ FiveTensors ffn_bwd(Tensor dy, Tensor x, Tensor w1, std::optional<Tensor> b1, Te
                     double dropout_p, double output_dropout_p, std::optional<Tensor> dropout_seed,
                     int64_t dropout_stream, std::vector<bool> needs) {
   STD_TORCH_CHECK(needs.size() == 5, "needs must have 5 entries");
-  if (!has_kernels_for(x.scalar_type()) || !has_kernels_for(dy.scalar_type())) {
-    return call_other_backend<FiveTensors>("fastattn::ffn_bwd", dy, x, w1, b1, w2, b2, hidden,
-                                           activation, dropout_p, output_dropout_p, dropout_seed,
-                                           dropout_stream, needs);
-  }
   return ffn_bwd_out(dy, x, w1, b1, w2, b2, hidden, activation, dropout_p, output_dropout_p,
                      dropout_seed, dropout_stream, needs, new_gradient(x, needs[0]),
                      new_gradient(w1, needs[1]), new_gradient(x, b1, needs[2]),
@@ -286,12 +266,10 @@ FiveTensors ffn_bwd(Tensor dy, Tensor x, Tensor w1, std::optional<Tensor> b1, Te
 }
 
 }  // namespace
-}  // namespace fastattn::ffn
 
 STABLE_TORCH_LIBRARY_IMPL(fastattn, CPU, m) {
-  using namespace fastattn::ffn;
-  m.impl("ffn_fwd", TORCH_BOX(&ffn_fwd));
-  m.impl("ffn_fwd.out", TORCH_BOX(&ffn_fwd_out));
-  m.impl("ffn_bwd", TORCH_BOX(&ffn_bwd));
-  m.impl("ffn_bwd.out", TORCH_BOX(&ffn_bwd_out));
+  FASTATTN_CPU_OP(m, ffn_fwd, have_kernels(stack, {0}, {5}));  // x; residual
+  FASTATTN_CPU_OP(m, ffn_bwd, have_kernels(stack, {0, 1}));    // dy, x
 }
+
+}  // namespace fastattn::ffn

@@ -21,10 +21,10 @@ void set_product_limits(std::vector<int64_t> by_dtype) {
   }
 }
 
-// PyTorch's products are not batch-invariant.
-bool supports(const Tensor& x) {
-  if (!has_kernels_for(x.scalar_type())) {
-    return false;
+// PyTorch's products are not batch-invariant. Given results are always written here.
+bool supports(const TensorOnStack& x, bool results_are_given) {
+  if (!has_kernels_for(x.scalar_type()) || results_are_given) {
+    return has_kernels_for(x.scalar_type());
   }
   const auto type = static_cast<size_t>(dtype_of(x, "x"));
   const int64_t most = most_rows[type].load(std::memory_order_relaxed);
@@ -64,9 +64,6 @@ LinearShape linear_shape_of(const Tensor& x, const Tensor& w) {
 }
 
 std::tuple<Tensor> linear_fwd_out(Tensor x, Tensor w, std::optional<Tensor> b, Tensor y) {
-  if (!has_kernels_for(x.scalar_type())) {
-    return call_other_backend_into(std::tuple(y), "fastattn::linear_fwd", x, w, b);
-  }
   x = readable_left(x);
   w = readable(w);
   b = as_contiguous(b);
@@ -94,9 +91,6 @@ std::tuple<Tensor> linear_fwd_out(Tensor x, Tensor w, std::optional<Tensor> b, T
 }
 
 Tensor linear_fwd(Tensor x, Tensor w, std::optional<Tensor> b) {
-  if (!supports(x)) {
-    return std::get<0>(call_other_backend<std::tuple<Tensor>>("fastattn::linear_fwd", x, w, b));
-  }
   return std::get<0>(linear_fwd_out(x, w, b, new_rows(x, w.size(0))));
 }
 
@@ -143,9 +137,6 @@ ThreeTensors linear_bwd(Tensor dy, std::optional<Tensor> x, std::optional<Tensor
                         std::vector<bool> needs) {
   STD_TORCH_CHECK(needs.size() == 3 && (w || !needs[0]) && (x || !needs[1]),
                   "needs must have 3 entries, dx needs w, and dw needs x");
-  if (!supports(dy)) {
-    return call_other_backend<ThreeTensors>("fastattn::linear_bwd", dy, x, w, needs);
-  }
   const int64_t out = dy.size(-1), sizes[] = {out, needs[1] ? x->size(-1) : 0};
   const ScalarType type = dy.scalar_type();
   return linear_bwd_out(dy, x, w, needs, needs[0] ? new_rows(dy, w->size(1)) : new_vector(0, type),
@@ -154,6 +145,12 @@ ThreeTensors linear_bwd(Tensor dy, std::optional<Tensor> x, std::optional<Tensor
 }
 
 }  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(fastattn, CPU, m) {
+  FASTATTN_CPU_OP(m, linear_fwd, supports(TensorOnStack(stack[0]), kGiven));
+  FASTATTN_CPU_OP(m, linear_bwd, supports(TensorOnStack(stack[0]), kGiven));
+}
+
 }  // namespace fastattn::ffn
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fastattn_cpu, m) {
@@ -164,12 +161,4 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastattn_cpu, m) {
 STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CompositeExplicitAutograd, m) {
   m.impl("batch_invariant", TORCH_BOX(&fastattn::ffn::be_batch_invariant));
   m.impl("set_product_limits", TORCH_BOX(&fastattn::ffn::set_product_limits));
-}
-
-STABLE_TORCH_LIBRARY_IMPL(fastattn, CPU, m) {
-  using namespace fastattn::ffn;
-  m.impl("linear_fwd", TORCH_BOX(&linear_fwd));
-  m.impl("linear_fwd.out", TORCH_BOX(&linear_fwd_out));
-  m.impl("linear_bwd", TORCH_BOX(&linear_bwd));
-  m.impl("linear_bwd.out", TORCH_BOX(&linear_bwd_out));
 }

@@ -1,7 +1,7 @@
 // The norms on the CPU: from tensors to the kernels' arguments, and the split over torch's threads.
-// Parameters that are not fp32 are converted in the workspace. Parameter gradients are summed in
-// two stages: partitions of rows, which do not depend on the number of threads, then the
-// partitions.
+// Parameters are copied to the workspace if they are not contiguous or not fp32. Parameter
+// gradients are summed in two stages: partitions of rows, which do not depend on the number of
+// threads, then the partitions.
 #include <algorithm>
 
 #include "cpu/binding.h"
@@ -21,29 +21,26 @@ constexpr int64_t kMaxPartitions = 64;
 constexpr int64_t kLocalFloats = 8192;
 using Workspace = Workspace<kLocalFloats>;
 
-// Merges the leading dimensions into at most two strides.
-Rows rows_of(const Tensor& tensor, const char* name, int64_t rows, int64_t columns, DType type) {
-  STD_TORCH_CHECK(tensor.is_cpu() && dtype_of(tensor, name) == type && tensor.dim() >= 1 &&
-                      tensor.numel() == rows * columns && tensor.size(-1) == columns,
-                  name, " must be a CPU tensor of ", rows, " rows of ", columns,
-                  " elements of the expected type");
-  Rows result = {memory_of(tensor, name), std::max<int64_t>(rows, 1), columns, 0};
-  if (tensor.numel() == 0 || tensor.is_contiguous()) {
-    return result;
+// Merges the leading dimensions of x into at most two strides. Returns false where its rows have
+// more, or are not contiguous.
+bool merge(const Tensor& x, Rows& result) {
+  const auto sizes = x.sizes();
+  const auto strides = x.strides();
+  const size_t leading = sizes.size() - 1;
+  if (sizes[leading] > 1 && strides[leading] != 1) {
+    return false;
   }
-  const auto sizes = tensor.sizes();
-  const auto strides = tensor.strides();
-  STD_TORCH_CHECK(columns == 1 || strides[sizes.size() - 1] == 1, name,
-                  " must have a contiguous last dimension");
   int64_t levels = 0, extent = 1;
-  int64_t level_strides[2] = {columns, 0};
-  for (int64_t d = static_cast<int64_t>(sizes.size()) - 2; d >= 0; --d) {
+  int64_t level_strides[2] = {sizes[leading], 0};
+  for (size_t d = leading; d-- > 0;) {
     if (sizes[d] == 1) {
       continue;
     }
     const bool continues = levels > 0 && strides[d] == level_strides[levels - 1] * extent;
     if (!continues) {
-      STD_TORCH_CHECK(levels < 2, name, " must have rows with at most two strides");
+      if (levels == 2) {
+        return false;
+      }
       if (levels == 1) {
         result.inner = extent;
       }
@@ -54,6 +51,17 @@ Rows rows_of(const Tensor& tensor, const char* name, int64_t rows, int64_t colum
   }
   result.stride = level_strides[0];
   result.outer_stride = level_strides[1];
+  return true;
+}
+
+Rows rows_of(const Tensor& tensor, const char* name, int64_t rows, int64_t columns, DType type) {
+  STD_TORCH_CHECK(tensor.is_cpu() && dtype_of(tensor, name) == type && tensor.dim() >= 1 &&
+                      tensor.numel() == rows * columns && tensor.size(-1) == columns,
+                  name, " must be a CPU tensor of ", rows, " rows of ", columns,
+                  " elements of the expected type");
+  Rows result = {memory_of(tensor, name), std::max<int64_t>(rows, 1), columns, 0};
+  STD_TORCH_CHECK(tensor.numel() == 0 || tensor.is_contiguous() || merge(tensor, result), name,
+                  " must have contiguous rows with at most two strides");
   return result;
 }
 
@@ -72,15 +80,17 @@ void check_needs(const std::vector<bool>& needs, size_t count) {
   STD_TORCH_CHECK(needs.size() == count, "needs must have ", count, " entries, got ", needs.size());
 }
 
+// In fp32: in place, or in the workspace.
 const float* parameter(const std::optional<Tensor>& tensor, const char* name, int64_t columns,
                        Workspace& workspace) {
   if (!tensor) {
     return nullptr;
   }
   const DType type = dtype_of(*tensor, name);
-  const void* data = data_of<void>(*tensor, name, columns, tensor->scalar_type());
   STD_TORCH_CHECK(tensor->dim() == 1, name, " must have one dimension, got ", tensor->dim());
-  if (type == DType::kFloat32) {
+  const Tensor dense = as_contiguous(*tensor);
+  const void* data = data_of<void>(dense, name, columns, tensor->scalar_type());
+  if (type == DType::kFloat32 && tensor->is_contiguous()) {
     return static_cast<const float*>(data);
   }
   float* converted = workspace.take<float>(columns);
@@ -144,15 +154,6 @@ void run(Backward& a, Workspace& workspace, std::initializer_list<Wanted> parame
 }
 
 // -- arguments and results -----------------------------------------------------------------------
-bool supports(std::initializer_list<const std::optional<Tensor>*> tensors) {
-  for (const std::optional<Tensor>* tensor : tensors) {
-    if (*tensor && !has_kernels_for((*tensor)->scalar_type())) {
-      return false;
-    }
-  }
-  return true;
-}
-
 Tensor new_rows(const Tensor& like, std::optional<ScalarType> type = {}) {
   return with_large_pages(new_contiguous(like.sizes(), type.value_or(like.scalar_type())));
 }
@@ -177,31 +178,15 @@ Tensor new_gradient(const Tensor& x, const std::optional<Tensor>& parameter, boo
 
 // x, or a copy where `rows_of` cannot read it.
 Tensor readable_rows(const Tensor& x) {
-  const auto sizes = x.sizes();
-  const auto strides = x.strides();
-  if (sizes.empty() || x.is_contiguous()) {
-    return x;
-  }
-  const size_t leading = sizes.size() - 1;
-  if (sizes[leading] > 1 && strides[leading] != 1) {
-    return contiguous_copy(x);
-  }
-  int64_t breaks = 0, expected = -1;
-  for (size_t d = leading; d-- > 0;) {
-    if (sizes[d] == 1) {
-      continue;
-    }
-    breaks += expected >= 0 && strides[d] != expected;
-    expected = strides[d] * sizes[d];
-  }
-  return breaks > 1 ? contiguous_copy(x) : x;
+  Rows rows;
+  return x.is_contiguous() || merge(x, rows) ? x : contiguous_copy(x);
 }
 
 std::optional<Tensor> readable_rows(const std::optional<Tensor>& x) {
   return x ? std::optional(readable_rows(*x)) : x;
 }
 
-// Floats of workspace: `parameters` converted to fp32, the hashed columns of dropout, and the
+// Floats of workspace: `parameters` in fp32, the hashed columns of dropout, and the
 // partial sums of `wanted` parameter gradients.
 int64_t floats_for(const Tensor& z, int64_t parameters, double dropout_p, int wanted) {
   const int64_t columns = z.size(-1);
@@ -218,58 +203,51 @@ using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
 using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 using FiveTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
+// Arguments of all forward passes. `z`: the normalised tensor, which add_layer_norm writes.
+Forward forward_of(const Tensor& z, const std::optional<Tensor>& weight,
+                   const std::optional<Tensor>& bias, double eps, const Tensor& y,
+                   const Tensor* mean, const Tensor& rstd, Workspace& workspace) {
+  Forward a = {};
+  a.rows = rows_in(z);
+  a.columns = z.size(-1);
+  a.z_type = dtype_of(z, "the normalised tensor");
+  a.centred = mean != nullptr;
+  a.eps = static_cast<float>(eps);
+  a.z = rows_of(z, "the normalised tensor", a.rows, a.columns, a.z_type);
+  a.y = rows_of(y, "y", a.rows, a.columns, a.z_type);
+  a.weight = parameter(weight, "weight", a.columns, workspace);
+  a.bias = parameter(bias, "bias", a.columns, workspace);
+  a.mean = mean ? data_of<float>(*mean, "mean", a.rows, ScalarType::Float) : nullptr;
+  a.rstd = data_of<float>(rstd, "rstd", a.rows, ScalarType::Float);
+  return a;
+}
+
 void norm_fwd(const Tensor& given, const std::optional<Tensor>& weight,
               const std::optional<Tensor>& bias, double eps, const Tensor& y, const Tensor* mean,
               const Tensor& rstd) {
   const Tensor x = readable_rows(given);
   Workspace workspace(floats_for(x, 2, 0.0, 0));
-  const int64_t columns = x.size(-1);
-  Forward a = {};
-  a.rows = rows_in(x);
-  a.columns = columns;
-  a.z_type = dtype_of(x, "x");
-  a.centred = mean != nullptr;
-  a.eps = static_cast<float>(eps);
-  a.z = rows_of(x, "x", a.rows, columns, a.z_type);
-  a.y = rows_of(y, "y", a.rows, columns, a.z_type);
-  a.weight = parameter(weight, "weight", columns, workspace);
-  a.bias = parameter(bias, "bias", columns, workspace);
-  a.mean = mean ? data_of<float>(*mean, "mean", a.rows, ScalarType::Float) : nullptr;
-  a.rstd = data_of<float>(rstd, "rstd", a.rows, ScalarType::Float);
-  run(a);
+  run(forward_of(x, weight, bias, eps, y, mean, rstd, workspace));
 }
 
 ThreeTensors layer_norm_fwd_out(Tensor x, std::optional<Tensor> weight, std::optional<Tensor> bias,
                                 double eps, Tensor y, Tensor mean, Tensor rstd) {
-  if (!has_kernels_for(x.scalar_type()) || !supports({&weight, &bias})) {
-    return call_other_backend_into(std::tuple(y, mean, rstd), "fastattn::layer_norm_fwd", x, weight,
-                                   bias, eps);
-  }
-  norm_fwd(x, as_contiguous(weight), as_contiguous(bias), eps, y, &mean, rstd);
+  norm_fwd(x, weight, bias, eps, y, &mean, rstd);
   return {y, mean, rstd};
 }
 
 ThreeTensors layer_norm_fwd(Tensor x, std::optional<Tensor> weight, std::optional<Tensor> bias,
                             double eps) {
-  if (!has_kernels_for(x.scalar_type()) || !supports({&weight, &bias})) {
-    return call_other_backend<ThreeTensors>("fastattn::layer_norm_fwd", x, weight, bias, eps);
-  }
   return layer_norm_fwd_out(x, weight, bias, eps, new_rows(x), new_statistic(x), new_statistic(x));
 }
 
 TwoTensors rms_norm_fwd_out(Tensor x, std::optional<Tensor> weight, double eps, Tensor y,
                             Tensor rstd) {
-  if (!has_kernels_for(x.scalar_type()) || !supports({&weight})) {
-    return call_other_backend_into(std::tuple(y, rstd), "fastattn::rms_norm_fwd", x, weight, eps);
-  }
-  norm_fwd(x, as_contiguous(weight), std::nullopt, eps, y, nullptr, rstd);
+  norm_fwd(x, weight, std::nullopt, eps, y, nullptr, rstd);
   return {y, rstd};
 }
 
 TwoTensors rms_norm_fwd(Tensor x, std::optional<Tensor> weight, double eps) {
-  if (!has_kernels_for(x.scalar_type()) || !supports({&weight})) {
-    return call_other_backend<TwoTensors>("fastattn::rms_norm_fwd", x, weight, eps);
-  }
   return rms_norm_fwd_out(x, weight, eps, new_rows(x), new_statistic(x));
 }
 
@@ -301,7 +279,6 @@ ThreeTensors layer_norm_bwd_out(Tensor dy, Tensor x, std::optional<Tensor> weigh
   check_needs(needs, 3);
   const Tensor rows[] = {readable_rows(dy), readable_rows(x), as_contiguous(mean),
                          as_contiguous(rstd)};
-  weight = as_contiguous(weight);
   Workspace workspace(floats_for(x, 1, 0.0, needs[1] + needs[2]));
   Backward a = backward_of(rows[1], rows[0], weight, &rows[2], rows[3], dx, workspace);
   run(a, workspace, {{dweight, "dweight", &a.dweight_share}, {dbias, "dbias", &a.dbias_share}});
@@ -312,10 +289,6 @@ ThreeTensors layer_norm_bwd(Tensor dy, Tensor x, std::optional<Tensor> weight,
                             std::optional<Tensor> bias, Tensor mean, Tensor rstd, double eps,
                             std::vector<bool> needs) {
   check_needs(needs, 3);
-  if (!has_kernels_for(x.scalar_type()) || !supports({&weight, &bias})) {
-    return call_other_backend<ThreeTensors>("fastattn::layer_norm_bwd", dy, x, weight, bias, mean,
-                                            rstd, eps, needs);
-  }
   return layer_norm_bwd_out(dy, x, weight, bias, mean, rstd, eps, needs, new_gradient(x, needs[0]),
                             new_gradient(x, weight, needs[1]), new_gradient(x, bias, needs[2]));
 }
@@ -324,7 +297,6 @@ TwoTensors rms_norm_bwd_out(Tensor dy, Tensor x, std::optional<Tensor> weight, T
                             double /*eps*/, std::vector<bool> needs, Tensor dx, Tensor dweight) {
   check_needs(needs, 2);
   const Tensor rows[] = {readable_rows(dy), readable_rows(x), as_contiguous(rstd)};
-  weight = as_contiguous(weight);
   Workspace workspace(floats_for(x, 1, 0.0, needs[1]));
   Backward a = backward_of(rows[1], rows[0], weight, nullptr, rows[2], dx, workspace);
   run(a, workspace, {{dweight, "dweight", &a.dweight_share}});
@@ -334,10 +306,6 @@ TwoTensors rms_norm_bwd_out(Tensor dy, Tensor x, std::optional<Tensor> weight, T
 TwoTensors rms_norm_bwd(Tensor dy, Tensor x, std::optional<Tensor> weight, Tensor rstd, double eps,
                         std::vector<bool> needs) {
   check_needs(needs, 2);
-  if (!has_kernels_for(x.scalar_type()) || !supports({&weight})) {
-    return call_other_backend<TwoTensors>("fastattn::rms_norm_bwd", dy, x, weight, rstd, eps,
-                                          needs);
-  }
   return rms_norm_bwd_out(dy, x, weight, rstd, eps, needs, new_gradient(x, needs[0]),
                           new_gradient(x, weight, needs[1]));
 }
@@ -348,39 +316,16 @@ FourTensors add_layer_norm_fwd_out(Tensor x, Tensor residual, std::optional<Tens
                                    double eps, double dropout_p, std::optional<Tensor> dropout_seed,
                                    int64_t dropout_stream, Tensor y, Tensor z, Tensor mean,
                                    Tensor rstd) {
-  if (!has_kernels_for(x.scalar_type()) || !has_kernels_for(residual.scalar_type()) ||
-      !supports({&x_bias, &weight, &bias})) {
-    return call_other_backend_into(std::tuple(y, z, mean, rstd), "fastattn::add_layer_norm_fwd", x,
-                                   residual, x_bias, weight, bias, eps, dropout_p, dropout_seed,
-                                   dropout_stream);
-  }
   const Tensor inputs[] = {readable_rows(x), readable_rows(residual)};
-  x_bias = as_contiguous(x_bias);
-  weight = as_contiguous(weight);
-  bias = as_contiguous(bias);
   Workspace workspace(floats_for(x, 3, dropout_p, 0));
-  const int64_t columns = x.size(-1);
-  const int64_t rows = rows_in(x);
-  const DType type = dtype_of(residual, "residual");
-  Forward a = {};
-  a.rows = rows;
-  a.columns = columns;
-  a.z_type = type;
-  a.centred = true;
-  a.eps = static_cast<float>(eps);
-  a.z = rows_of(z, "z", rows, columns, type);
-  a.y = rows_of(y, "y", rows, columns, type);
-  a.weight = parameter(weight, "weight", columns, workspace);
-  a.bias = parameter(bias, "bias", columns, workspace);
-  a.mean = data_of<float>(mean, "mean", rows, ScalarType::Float);
-  a.rstd = data_of<float>(rstd, "rstd", rows, ScalarType::Float);
+  Forward a = forward_of(z, weight, bias, eps, y, &mean, rstd, workspace);
   a.add = true;
   a.x_type = dtype_of(x, "x");
-  a.x = rows_of(inputs[0], "x", rows, columns, a.x_type);
-  a.residual = rows_of(inputs[1], "residual", rows, columns, type);
-  a.x_bias = parameter(x_bias, "x_bias", columns, workspace);
-  a.dropout = dropout_of(dropout_p, dropout_seed, dropout_stream, columns,
-                         workspace.take(floats_for_dropout(dropout_p, columns)));
+  a.x = rows_of(inputs[0], "x", a.rows, a.columns, a.x_type);
+  a.residual = rows_of(inputs[1], "residual", a.rows, a.columns, a.z_type);
+  a.x_bias = parameter(x_bias, "x_bias", a.columns, workspace);
+  a.dropout = dropout_of(dropout_p, dropout_seed, dropout_stream, a.columns,
+                         workspace.take(floats_for_dropout(dropout_p, a.columns)));
   run(a);
   return {y, z, mean, rstd};
 }
@@ -389,12 +334,6 @@ FourTensors add_layer_norm_fwd(Tensor x, Tensor residual, std::optional<Tensor> 
                                std::optional<Tensor> weight, std::optional<Tensor> bias, double eps,
                                double dropout_p, std::optional<Tensor> dropout_seed,
                                int64_t dropout_stream) {
-  if (!has_kernels_for(x.scalar_type()) || !has_kernels_for(residual.scalar_type()) ||
-      !supports({&x_bias, &weight, &bias})) {
-    return call_other_backend<FourTensors>("fastattn::add_layer_norm_fwd", x, residual, x_bias,
-                                           weight, bias, eps, dropout_p, dropout_seed,
-                                           dropout_stream);
-  }
   return add_layer_norm_fwd_out(x, residual, x_bias, weight, bias, eps, dropout_p, dropout_seed,
                                 dropout_stream, new_rows(residual), new_rows(residual),
                                 new_statistic(residual), new_statistic(residual));
@@ -411,7 +350,6 @@ FiveTensors add_layer_norm_bwd_out(std::optional<Tensor> dy, std::optional<Tenso
   const Tensor rows[] = {readable_rows(z), as_contiguous(mean), as_contiguous(rstd)};
   dy = readable_rows(dy);
   dz = readable_rows(dz);
-  weight = as_contiguous(weight);
   const int wanted = needs[2] + needs[3] + needs[4];
   Workspace workspace(floats_for(z, 1, dropout_p, wanted));
   Backward a = backward_of(rows[0], dy, weight, &rows[1], rows[2], dresidual, workspace);
@@ -434,12 +372,6 @@ FiveTensors add_layer_norm_bwd(std::optional<Tensor> dy, std::optional<Tensor> d
                                std::optional<Tensor> dropout_seed, int64_t dropout_stream,
                                std::vector<bool> needs) {
   check_needs(needs, 5);
-  if (!has_kernels_for(x_dtype) || !has_kernels_for(z.scalar_type()) ||
-      !supports({&x_bias, &weight, &bias})) {
-    return call_other_backend<FiveTensors>("fastattn::add_layer_norm_bwd", dy, dz, z, x_bias,
-                                           weight, bias, mean, rstd, eps, x_dtype, dropout_p,
-                                           dropout_seed, dropout_stream, needs);
-  }
   return add_layer_norm_bwd_out(dy, dz, z, x_bias, weight, bias, mean, rstd, eps, x_dtype,
                                 dropout_p, dropout_seed, dropout_stream, needs,
                                 new_gradient(z, needs[0], x_dtype), new_gradient(z, needs[1]),
@@ -448,20 +380,17 @@ FiveTensors add_layer_norm_bwd(std::optional<Tensor> dy, std::optional<Tensor> d
 }
 
 }  // namespace
-}  // namespace fastattn::norm
 
 STABLE_TORCH_LIBRARY_IMPL(fastattn, CPU, m) {
-  using namespace fastattn::norm;
-  m.impl("layer_norm_fwd", TORCH_BOX(&layer_norm_fwd));
-  m.impl("layer_norm_fwd.out", TORCH_BOX(&layer_norm_fwd_out));
-  m.impl("layer_norm_bwd", TORCH_BOX(&layer_norm_bwd));
-  m.impl("layer_norm_bwd.out", TORCH_BOX(&layer_norm_bwd_out));
-  m.impl("rms_norm_fwd", TORCH_BOX(&rms_norm_fwd));
-  m.impl("rms_norm_fwd.out", TORCH_BOX(&rms_norm_fwd_out));
-  m.impl("rms_norm_bwd", TORCH_BOX(&rms_norm_bwd));
-  m.impl("rms_norm_bwd.out", TORCH_BOX(&rms_norm_bwd_out));
-  m.impl("add_layer_norm_fwd", TORCH_BOX(&add_layer_norm_fwd));
-  m.impl("add_layer_norm_fwd.out", TORCH_BOX(&add_layer_norm_fwd_out));
-  m.impl("add_layer_norm_bwd", TORCH_BOX(&add_layer_norm_bwd));
-  m.impl("add_layer_norm_bwd.out", TORCH_BOX(&add_layer_norm_bwd_out));
+  // The places of x, residual or z, then those of the parameters, which may be None.
+  FASTATTN_CPU_OP(m, layer_norm_fwd, have_kernels(stack, {0}, {1, 2}));
+  FASTATTN_CPU_OP(m, layer_norm_bwd, have_kernels(stack, {1}, {2, 3}));
+  FASTATTN_CPU_OP(m, rms_norm_fwd, have_kernels(stack, {0}, {1}));
+  FASTATTN_CPU_OP(m, rms_norm_bwd, have_kernels(stack, {1}, {2}));
+  FASTATTN_CPU_OP(m, add_layer_norm_fwd, have_kernels(stack, {0, 1}, {2, 3, 4}));
+  FASTATTN_CPU_OP(m, add_layer_norm_bwd,
+                  has_kernels_for(torch::stable::detail::to<ScalarType>(stack[9])) &&  // x_dtype
+                      have_kernels(stack, {2}, {3, 4, 5}));
 }
+
+}  // namespace fastattn::norm

@@ -14,10 +14,6 @@ using Results = std::tuple<Tensor, Tensor, Tensor>;
 
 Results topk_logsumexp_out(Tensor logits, int64_t first, int64_t count, Tensor logsumexp,
                            Tensor values, Tensor indices) {
-  if (logits.scalar_type() != ScalarType::Float) {
-    return call_other_backend_into(std::tuple(logsumexp, values, indices),
-                                   "fastattn::topk_logsumexp", logits, first, count);
-  }
   STD_TORCH_CHECK(logits.dim() == 2 && values.dim() == 2,
                   "logits and values must have two dimensions");
   logits = as_contiguous(logits);
@@ -39,9 +35,6 @@ Results topk_logsumexp_out(Tensor logits, int64_t first, int64_t count, Tensor l
 }
 
 Results topk_logsumexp(Tensor logits, int64_t first, int64_t count) {
-  if (logits.scalar_type() != ScalarType::Float) {
-    return call_other_backend<Results>("fastattn::topk_logsumexp", logits, first, count);
-  }
   STD_TORCH_CHECK(logits.dim() == 2, "logits must have two dimensions");
   const int64_t rows = logits.size(0), sizes[] = {rows, count};
   return topk_logsumexp_out(logits, first, count, new_vector(rows, ScalarType::Float),
@@ -50,9 +43,9 @@ Results topk_logsumexp(Tensor logits, int64_t first, int64_t count) {
 }
 
 }  // namespace
-}  // namespace fastattn::topk_logsumexp
 
 STABLE_TORCH_LIBRARY_IMPL(fastattn, CPU, m) {
-  m.impl("topk_logsumexp", TORCH_BOX(&fastattn::topk_logsumexp::topk_logsumexp));
-  m.impl("topk_logsumexp.out", TORCH_BOX(&fastattn::topk_logsumexp::topk_logsumexp_out));
+  FASTATTN_CPU_OP(m, topk_logsumexp, TensorOnStack(stack[0]).scalar_type() == ScalarType::Float);
 }
+
+}  // namespace fastattn::topk_logsumexp

@@ -131,7 +131,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "layer_norm": [
         ({"y": torch.zeros(4, 7)}, "y must be a CPU tensor of 4 rows of 8"),
-        ({"y": torch.zeros(8, 4).t()}, "y must have a contiguous last dimension"),
+        ({"y": torch.zeros(8, 4).t()}, "y must have contiguous rows"),
         ({"y": torch.zeros(4, 8).half()}, "y must be a CPU tensor"),
         ({"mean": torch.zeros(3)}, "mean must be a contiguous CPU tensor of 4"),
         ({"rstd": torch.zeros(8)[::2]}, "rstd must be a contiguous"),

@@ -203,17 +203,17 @@ using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
 using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 using FiveTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// Arguments of all forward passes. `z`: the normalised tensor, which add_layer_norm writes.
-Forward forward_of(const Tensor& z, const std::optional<Tensor>& weight,
+// Arguments of all forward passes. `z`: the tensor that is normalised; add_layer_norm writes it.
+Forward forward_of(const Tensor& z, const char* name, const std::optional<Tensor>& weight,
                    const std::optional<Tensor>& bias, double eps, const Tensor& y,
                    const Tensor* mean, const Tensor& rstd, Workspace& workspace) {
   Forward a = {};
   a.rows = rows_in(z);
   a.columns = z.size(-1);
-  a.z_type = dtype_of(z, "the normalised tensor");
+  a.z_type = dtype_of(z, name);
   a.centred = mean != nullptr;
   a.eps = static_cast<float>(eps);
-  a.z = rows_of(z, "the normalised tensor", a.rows, a.columns, a.z_type);
+  a.z = rows_of(z, name, a.rows, a.columns, a.z_type);
   a.y = rows_of(y, "y", a.rows, a.columns, a.z_type);
   a.weight = parameter(weight, "weight", a.columns, workspace);
   a.bias = parameter(bias, "bias", a.columns, workspace);
@@ -227,7 +227,7 @@ void norm_fwd(const Tensor& given, const std::optional<Tensor>& weight,
               const Tensor& rstd) {
   const Tensor x = readable_rows(given);
   Workspace workspace(floats_for(x, 2, 0.0, 0));
-  run(forward_of(x, weight, bias, eps, y, mean, rstd, workspace));
+  run(forward_of(x, "x", weight, bias, eps, y, mean, rstd, workspace));
 }
 
 ThreeTensors layer_norm_fwd_out(Tensor x, std::optional<Tensor> weight, std::optional<Tensor> bias,
@@ -318,7 +318,7 @@ FourTensors add_layer_norm_fwd_out(Tensor x, Tensor residual, std::optional<Tens
                                    Tensor rstd) {
   const Tensor inputs[] = {readable_rows(x), readable_rows(residual)};
   Workspace workspace(floats_for(x, 3, dropout_p, 0));
-  Forward a = forward_of(z, weight, bias, eps, y, &mean, rstd, workspace);
+  Forward a = forward_of(z, "z", weight, bias, eps, y, &mean, rstd, workspace);
   a.add = true;
   a.x_type = dtype_of(x, "x");
   a.x = rows_of(inputs[0], "x", a.rows, a.columns, a.x_type);

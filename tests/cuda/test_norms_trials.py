@@ -3,13 +3,14 @@ several rows of 512 to 1,024 columns.
 """
 
 import ctypes
+import re
 
 import norms_on_host as on_host
 import pytest
 import test_norms_faults as faults
 import test_norms_on_host as norms
 import torch
-from sm90_on_host.build import Mutation, missing
+from sm90_on_host.build import CSRC, Mutation, included, missing
 from sm90_on_host.host_library import HostLibrary
 
 from fastattn.ops.layer_norm import cuda
@@ -67,6 +68,17 @@ def test_tilings(monkeypatch: pytest.MonkeyPatch, N: int, rows: int) -> None:
     together = 512 if 512 <= N <= 1024 else 128 if N <= 512 else threads
     assert (found, strips, found * threads) == (rows, 1, together)
     assert lines == 132 * 512 // together
+
+
+def test_the_forward_is_as_without_the_trial() -> None:
+    """What it includes has the trial's constant in `backward_tiling` alone."""
+    source = CSRC / "layer_norm" / "norm_fwd_instance_cuda.cu"
+    text = "".join(included(source, [CSRC]).values())
+    assert text.count(_TRIAL) == 1
+    assert len(re.findall(r"constexpr bool kRowsTogether = (?:true|false);", text)) == 2
+    (tiling,) = re.findall(r"^inline Tiling backward_tiling\(.*?^}", text, re.DOTALL | re.MULTILINE)
+    code = re.sub("//.*", "", text)
+    assert code.count("kRowsTogether") == 2 + tiling.count("kRowsTogether") == 3
 
 
 MUTATIONS = [

@@ -61,6 +61,43 @@ def machine_of(
     return build(TESTS / source, defines + macros, mutations=mutations)
 
 
+def _run_cases(
+    monkeypatch: pytest.MonkeyPatch, machine: Machine | Forward, cases: Sequence[forward.Case]
+) -> None:
+    for case in cases:
+        monkeypatch.setitem(forward.CASES, "case", case)
+        forward.test_forward(lambda _: machine, monkeypatch, "case")
+
+
+def _detected(
+    monkeypatch: pytest.MonkeyPatch,
+    machine: Machine,
+    cases: Sequence[forward.Case],
+    mutations: Sequence[Mutation],
+) -> list[Mutation]:
+    """The mutations with which some case has wrong results or ends with an error."""
+    found = []
+    for number, mutation in enumerate(mutations):
+        machine.inject(Place(MUTATION, number, 1))
+        try:
+            _run_cases(monkeypatch, machine, cases)
+        except (AssertionError, RuntimeError):
+            found.append(mutation)
+    machine.inject(None)
+    return found
+
+
+class Within(Forward):
+    """Injects the faults of the machine below a line of source alone."""
+
+    def __init__(self, machine: Machine, line: str) -> None:
+        super().__init__(machine)
+        self.line = line
+
+    def _injects(self, place: Place) -> bool:
+        return place.fault != MUTATION and self.line in _lines(self.machine, place.address)
+
+
 class Waits(Forward):
     """Injects the faults "no grid wait" alone."""
 
@@ -107,8 +144,11 @@ def _today(defines: list[str]) -> Machine:
 # -- the forward's blocks at the diagonal ----------------------------------------------------------
 _DIAGONAL = partial(machine_of, "sm90_attention.cpp", "fwd_diagonal")
 _HALF = "end <= n * Traits::kBlock + Traits::kBlock / 2"
+_NEXT_IS_FULL = "blocks.halved && blocks.full()"
 _DIAGONAL_MUTATIONS = (
     Mutation("attention/sm90/forward/fwd_blocks.cuh", _HALF, _HALF.replace(" / 2", "")),
+    Mutation("attention/sm90/forward/fwd_consumer.cuh", _NEXT_IS_FULL, "blocks.full()"),
+    Mutation("attention/sm90/forward/fwd_consumer.cuh", _NEXT_IS_FULL, "blocks.halved"),
     Mutation(
         "attention/sm90/masks/mask.cuh",
         "keys_of_row(last_row, bounds, keys).begin > first_key",
@@ -143,10 +183,62 @@ def test_faults_at_the_diagonal(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, case in cases.items():
         monkeypatch.setitem(forward.CASES, name, case)
         forward.test_forward(lambda _: machine, monkeypatch, name)
-    for number, name in enumerate(("causal", "window", "window")):
+    for number, name in enumerate(("causal", "causal", "window", "window", "window")):
         machine.inject(Place(MUTATION, number, 1))
         with pytest.raises((AssertionError, RuntimeError)):
             forward.test_forward(lambda _: machine, monkeypatch, name)
+
+
+@pytest.mark.long
+def test_machine_faults_at_the_diagonal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the block after one with half of its keys."""
+    case = forward.Case(128, "kBounded", M=256, N=256, causal="top_left", H=8, K=1)
+    monkeypatch.setitem(forward.CASES, "case", case)
+    injector = Within(_DIAGONAL(forward.defines(case.instance)), "next_block<false, kBlock / 2>")
+    forward.test_forward(lambda _: injector, monkeypatch, "case")
+    assert len(injector.detected) > 10
+    assert not injector.undetected(HARMLESS)
+
+
+# -- block plans by the load warp, and warpgroups that skip blocks -------------------------------
+_PRODUCER = "attention/sm90/forward/fwd_producer.cuh"
+_PART = "attention/sm90/forward/fwd_part.cuh"
+_PLAN_MUTATIONS = (
+    Mutation(_PRODUCER, "plan_for_group<Traits>(args, tile, group)",
+             "plan_for_group<Traits>(args, tile, 0)"),
+    Mutation(_PART, "(shared.plans[at.index()][group])", "(shared.plans[0][group])"),
+)  # fmt: skip
+_SKIP_MUTATIONS = (
+    Mutation(_PART, "wait_ping_pong();\n        arrive_ping_pong();", ""),
+    Mutation(_PART, "release_key(false);", ""),
+)
+_CAUSAL: dict[str, Any] = {"H": 1, "K": 1, "causal": "bottom_right"}
+_PLANNED: dict[str, tuple[str, tuple[Mutation, ...], tuple[forward.Case, ...]]] = {
+    "64": ("fwd_plan", _PLAN_MUTATIONS, (
+        forward.Case(64, "kBounded", M=400, N=700, **_CAUSAL),
+        # More tiles than the queue has, most of them empty.
+        forward.Case(64, "kBounded", **_CAUSAL, queries=[40] * 24, keys=[50, 0, 0, 0, 0, 0] * 4),
+    )),
+    # A warpgroup skips the first block of a tile, the other one the last.
+    "128": ("fwd_plan,fwd_skip", (*_PLAN_MUTATIONS, *_SKIP_MUTATIONS), (
+        forward.Case(128, "kBounded", M=200, N=600, **_CAUSAL, window=(100, 0)),
+        forward.CASES["128 packed window"],
+    )),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _PLANNED)
+def test_plans_and_skipping(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Results, wrong forms of expressions, and plans that are written while they are read."""
+    trials, mutations, cases = _PLANNED[name]
+    defines = forward.defines(cases[0].instance)
+    machine = machine_of("sm90_attention.cpp", trials, defines, mutations)
+    _run_cases(monkeypatch, machine, cases)
+    assert _detected(monkeypatch, machine, cases, mutations) == list(mutations)
+    if name == "64":
+        injector = Within(machine, "if constexpr (Traits::kPlansAhead) {")
+        _run_cases(monkeypatch, injector, cases[1:])
+        assert len(injector.detected) > 1 and not injector.undetected()
 
 
 # -- the forward across tiles ----------------------------------------------------------------------
@@ -190,6 +282,9 @@ _ACROSS_MUTATIONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("state.skip_blocks(again.own.begin - again.loaded.begin);", ""),
     ),
 }  # fmt: skip
+_OWN_PLAN = Mutation(
+    _PART, "plan_for_group<Traits>(args, tile, group)", "plan_for_group<Traits>(args, tile, 0)"
+)
 # More tiles than the queue has, some of them empty, and dead keys on both sides.
 _MANY: dict[str, Any] = {"H": 1, "queries": [40] * 18, "keys": 3 * [50, 50, 200, 200, 0, 0],
                          "causal": "bottom_right", "window": (60, -1)}  # fmt: skip
@@ -197,6 +292,9 @@ _ACROSS_CASES = {
     "128 kScoresDropout": (
         forward.Case(128, "kScoresDropout", H=1, M=300, N=270, B=3, causal="bottom_right",
                      key_lengths=[270, 0, 140], alibi="BH", softcap=2.0, dropout_p=0.3),
+        # The window cuts a block for the second warpgroup that is full for the first.
+        forward.Case(128, "kScoresDropout", H=1, M=256, N=256, window=(200, 0), softcap=2.0,
+                     dropout_p=0.3),
         forward.Case(128, "kScoresDropout", **_MANY, softcap=2.0, dropout_p=0.3),
     ),
     "64 kBounded": (
@@ -220,23 +318,11 @@ def test_across_tiles(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 def test_mutations_across_tiles(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     cases = _ACROSS_CASES[name]
     file = "attention/sm90/forward/fwd_across_tiles.cuh"
-    mutations = tuple(Mutation(file, *texts) for texts in _ACROSS_MUTATIONS[name])
+    mutations = (_OWN_PLAN, *(Mutation(file, *texts) for texts in _ACROSS_MUTATIONS[name]))
     machine = _ACROSS(forward.defines(cases[0].instance), mutations)
-
-    def run() -> None:
-        for case in cases:
-            monkeypatch.setitem(forward.CASES, "case", case)
-            forward.test_forward(lambda _: machine, monkeypatch, "case")
-
-    run()
-    found = []
-    for number, mutation in enumerate(mutations):
-        machine.inject(Place(MUTATION, number, 1))
-        try:
-            run()
-        except (AssertionError, RuntimeError):
-            found.append(mutation)
-    assert found == list(mutations)
+    _run_cases(monkeypatch, machine, cases)
+    found = _detected(monkeypatch, machine, cases, mutations)
+    assert not [x for x in mutations if x not in found]
 
 
 @pytest.mark.long
@@ -246,9 +332,7 @@ def test_faults_across_tiles(monkeypatch: pytest.MonkeyPatch, name: str) -> None
     cases = _ACROSS_CASES[name]
     machine = _ACROSS(forward.defines(cases[0].instance))
     injector = Forward(machine, only_in="fwd_across_tiles.cuh")
-    for case in cases:
-        monkeypatch.setitem(forward.CASES, "case", case)
-        forward.test_forward(lambda _: injector, monkeypatch, "case")
+    _run_cases(monkeypatch, injector, cases)
     assert len(injector.detected) > 50
     passed = Harmless("no mbarrier wait", "shared.passed.wait(", "it never blocks")
     assert not injector.undetected((*HARMLESS, passed))
@@ -485,8 +569,8 @@ def test_dw1_waits_for_the_sums_of_parts(monkeypatch: pytest.MonkeyPatch, rows: 
 
 # -- compiler output -------------------------------------------------------------------------------
 _COMPILED = {
-    "attention_fwd_sm90_bf16_d64_bounded": "fwd_counter",
-    "attention_fwd_sm90_bf16_d128_dropout": "fwd_counter",
+    "attention_fwd_sm90_bf16_d64_bounded": "fwd_counter,fwd_plan",
+    "attention_fwd_sm90_bf16_d128_dropout": "fwd_counter,fwd_plan,fwd_skip",
     "attention_fwd_sm90_bf16_d64_dropout": "fwd_counter,fwd_diagonal",
     "attention_bwd_sm90_bf16_d128_bounded": "bwd_rows,dq_limit",
     "ffn_product_sm90_bf16_up": "ffn_dependent",
@@ -545,4 +629,4 @@ def test_products_across_tiles(tmp_path: Path, name: str) -> None:
 def test_half_of_the_first_scores(tmp_path: Path) -> None:
     """Q K^T of the first block in two widths."""
     events = _forward_events(tmp_path, "bf16_d128_bounded", "fwd_counter,fwd_diagonal")
-    assert re.fullmatch("m{8}0m{8}00e*(m{16}1e*0e*){2}m{8}0", events), events
+    assert re.fullmatch("m{8}0m{8}00e*m{12}1e*0e*(m{16}1e*0e*){2}m{8}0", events), events

@@ -54,9 +54,6 @@ __device__ __forceinline__ void begin_next_tile(Consumer<Traits>& c, PlannedBloc
 template <class Traits>
 __device__ __forceinline__ void run_across_tiles(Consumer<Traits>& c) {
   ForwardPart<Traits>& state = c.state;
-  const auto plan_of = [&](const TileInfo& tile) {
-    return plan_for_group<Traits>(state.args, tile, state.group);
-  };
   if (Traits::kPingPong && state.group == Traits::kGroups - 1) {
     state.arrive_ping_pong();  // warpgroup 0 issues first
   }
@@ -67,7 +64,7 @@ __device__ __forceinline__ void run_across_tiles(Consumer<Traits>& c) {
     if (tile.row < 0) {
       return;
     }
-    const BlockPlan plan = plan_of(tile);
+    const BlockPlan& plan = state.plan_of(tile, c.position);
     float factor[2];
     c.clear(c.rO);
     if (!begun) {
@@ -86,8 +83,9 @@ __device__ __forceinline__ void run_across_tiles(Consumer<Traits>& c) {
       }
       c.later_blocks(blocks);
       state.query.advance();
-      const TileInfo& next = state.shared.queue.peek(c.position.next());
-      const BlockPlan next_plan = plan_of(next);  // empty after the last tile
+      const TileQueue::Position ahead = c.position.next();
+      const TileInfo& next = state.shared.queue.peek(ahead);
+      const BlockPlan& next_plan = state.plan_of(next, ahead);  // empty after the last tile
       const int skipped =
           plan.own.begin - plan.loaded.begin + next_plan.loaded.end - next_plan.own.end;
       begun = !is_empty(next_plan.loaded) && (!Traits::kSkips || skipped <= kMaxSkipped<Traits>);
@@ -97,7 +95,8 @@ __device__ __forceinline__ void run_across_tiles(Consumer<Traits>& c) {
         c.issue_output();
         close_rows(state, c.softmax, tile, factor);
         c.await_output();
-        const BlockPlan again = plan_of(tile);  // `plan` would take registers until here
+        // `plan` would take registers until here.
+        const BlockPlan& again = state.plan_of(tile, c.position);
         state.skip_blocks(again.own.begin - again.loaded.begin);
       }
     }

@@ -186,6 +186,10 @@ struct PlannedBlocks {
   const TileInfo& tile;
   const BlockPlan& plan;
   int n = plan.own.end - 1;
+#ifdef FASTATTN_TRIAL_FWD_DIAGONAL
+  // Whether no row of this warpgroup has a key in the upper half of the first block.
+  bool halved = Traits::kHalves && has_dead_half();
+#endif
 
   // Whether the next block runs through the loop that masks, or through the one that does not.
   __device__ __forceinline__ bool more() const { return n >= plan.own.begin; }
@@ -197,14 +201,6 @@ struct PlannedBlocks {
   // Called when its K has been loaded; its V will be in slot `at`.
   __device__ __forceinline__ void open(RingPosition<Traits::kStages>) {}
   __device__ __forceinline__ bool is_last() const { return n == plan.own.begin; }
-#ifdef FASTATTN_TRIAL_FWD_DIAGONAL
-  // Whether no row of this warpgroup has a key in the upper half of the block.
-  __device__ __forceinline__ bool has_dead_half() const {
-    const int last_row = smaller(state.first_row(tile) + kMmaRows, tile.queries) - 1;
-    const int end = keys_of_row(last_row, bounds_of(state.args, tile), tile.keys).end;
-    return kHasEdges && end <= n * Traits::kBlock + Traits::kBlock / 2;
-  }
-#endif
   // Before masks.
   __device__ __forceinline__ void change(BlockScores<Traits>& s) const {
     change_scores(state, s, tile, n);
@@ -228,6 +224,15 @@ struct PlannedBlocks {
       clear_dead_values(state, tile, plan.own.begin);
     }
   }
+
+#ifdef FASTATTN_TRIAL_FWD_DIAGONAL
+ private:
+  __device__ __forceinline__ bool has_dead_half() const {
+    const int last_row = smaller(state.first_row(tile) + kMmaRows, tile.queries) - 1;
+    const int end = keys_of_row(last_row, bounds_of(state.args, tile), tile.keys).end;
+    return end <= n * Traits::kBlock + Traits::kBlock / 2;
+  }
+#endif
 };
 
 // Chosen by the load warp under a dense mask.
@@ -240,6 +245,9 @@ struct ListedBlocks {
   int n = 0;                // -1: there are no more
   bool needs_mask = false;  // whether this warpgroup's scores of block n change
   const BlockMetadata* metadata = nullptr;
+#ifdef FASTATTN_TRIAL_FWD_DIAGONAL
+  static constexpr bool halved = false;
+#endif
 
   __device__ __forceinline__ bool more() const { return n >= 0; }
   __device__ __forceinline__ bool edge() const { return more() && needs_mask; }
@@ -249,9 +257,6 @@ struct ListedBlocks {
     metadata = &metadata_of(state, at);
   }
   __device__ __forceinline__ bool is_last() const { return metadata->next < 0; }
-#ifdef FASTATTN_TRIAL_FWD_DIAGONAL
-  __device__ __forceinline__ bool has_dead_half() const { return false; }
-#endif
   __device__ __forceinline__ void change(BlockScores<Traits>& s) const {
     change_scores(state, s, tile, metadata->block);
   }

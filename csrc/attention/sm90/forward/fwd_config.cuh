@@ -96,11 +96,23 @@ struct ForwardTraits {
       kConfig.exponentials_first && (!kDropout || kChoosesDropout);
   // With bounds, a warpgroup skips blocks that only the other warpgroups need. In ping-pong order,
   // and under a dense mask, all warpgroups process the same blocks.
+#if defined FASTATTN_TRIAL_FWD_SKIP && !defined FASTATTN_TRIAL_FWD_ACROSS_TILES
+  static constexpr bool kSkips = kBounded && !kDense;
+#else
   static constexpr bool kSkips = kBounded && !kPingPong && !kDense;
+#endif
 #ifdef FASTATTN_TRIAL_FWD_DIAGONAL
   // Whether the first block of a tile may be multiplied with the first half of its keys. Other
   // instances, with dropout or of head dim 64, have too few registers.
   static constexpr bool kHalves = kVariant == Variant::kBounded && kHeadDim == 128;
+#endif
+  // Whether the load warp computes the block plans of all warpgroups. Other instances would spill
+  // 12 to 24 bytes.
+#ifdef FASTATTN_TRIAL_FWD_PLAN
+  static constexpr bool kPlansAhead = kBounded && !kDense && !(kHeadDim == 256 && kScores) &&
+                                      !(kHeadDim == 64 && kVariant == Variant::kDropout);
+#else
+  static constexpr bool kPlansAhead = false;
 #endif
 #ifdef FASTATTN_TRIAL_FWD_ACROSS_TILES
   // Not with one Q buffer, which is loaded too late. At head dim 64, three groups with sinks would

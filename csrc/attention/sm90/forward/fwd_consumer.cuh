@@ -42,7 +42,7 @@ struct Consumer {
       if (tile.row < 0) {
         return;
       }
-      const BlockPlan plan = plan_for_group<Traits>(state.args, tile, state.group);
+      const BlockPlan& plan = state.plan_of(tile, position);
       float factor[2];
       clear(rO);
       softmax.start();
@@ -75,6 +75,11 @@ struct Consumer {
   // All but the first; P V of the last one is to be issued.
   template <class Blocks>
   __device__ __forceinline__ void later_blocks(Blocks& blocks) {
+#ifdef FASTATTN_TRIAL_FWD_DIAGONAL
+    if (Traits::kHalves && blocks.halved && blocks.full()) {
+      next_block<false, kBlock / 2>(blocks);
+    }
+#endif
 #pragma unroll 1
     while (blocks.more()) {
       if constexpr (Blocks::kHasEdges) {
@@ -99,7 +104,7 @@ struct Consumer {
     await_key();
 #ifdef FASTATTN_TRIAL_FWD_DIAGONAL
     if constexpr (Traits::kHalves) {
-      if (blocks.has_dead_half()) {  // the mask sets the other half
+      if (blocks.halved) {  // the mask sets the other half
         issue_scores<kBlock / 2>();
         ptx::wgmma_wait_group<0>();  // in both branches, or all products would be serialised
         ptx::pin(rS);
@@ -125,13 +130,13 @@ struct Consumer {
     blocks.close_first();
   }
 
-  // Weights of the next block, while P V of the previous block runs.
-  template <bool kEdge, class Blocks>
+  // Weights of the next block, while P V of the previous block, for its first kKeys, runs.
+  template <bool kEdge, int kKeys = kBlock, class Blocks>
   __device__ __forceinline__ void next_block(Blocks& blocks) {
     await_key();
     state.wait_ping_pong();
     issue_scores();
-    issue_output();  // of the previous block: needs no new operand
+    issue_output<kKeys>();  // of the previous block: needs no new operand
     state.arrive_ping_pong();
     blocks.open(state.value.next());
     await_scores<1>(blocks.is_last());
@@ -172,6 +177,7 @@ struct Consumer {
     ptx::wgmma_commit_group();
   }
 
+  template <int kKeys = kBlock>
   __device__ __forceinline__ void issue_output() {
     state.shared.v_slots[state.value.index()].full.wait(state.value.phase());
     const uint64_t v = sm90::descriptor_at(v_base, state.value.index() * Traits::KeyTile::kBytes);
@@ -179,7 +185,7 @@ struct Consumer {
     ptx::pin(rP);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kBlock / kMmaK; ++step) {
+    for (int step = 0; step < kKeys / kMmaK; ++step) {
       OutputMma::template rs<Element, ptx::kMajorN>(
           rO, rP[4 * step], rP[4 * step + 1], rP[4 * step + 2], rP[4 * step + 3],
           sm90::descriptor_at(v, sm90::n_major_step(step)), 1);

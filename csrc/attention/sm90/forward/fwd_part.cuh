@@ -60,6 +60,16 @@ struct ForwardPart {
     return {thread.warp, static_cast<int>(lane[0])};
   }
 
+  // The warpgroup's blocks of the tile at a position of the queue.
+  __device__ __forceinline__ decltype(auto) plan_of(const TileInfo& tile,
+                                                    [[maybe_unused]] TileQueue::Position at) const {
+    if constexpr (Traits::kPlansAhead) {
+      return (shared.plans[at.index()][group]);  // stays there, to save registers
+    } else {
+      return plan_for_group<Traits>(args, tile, group);
+    }
+  }
+
   __device__ __forceinline__ int first_row(const TileInfo& tile) const {
     return tile.row + group * kMmaRows;
   }
@@ -110,6 +120,8 @@ struct ForwardPart {
     if constexpr (Traits::kSkips) {
 #pragma unroll 1
       for (int i = 0; i < count; ++i) {
+        wait_ping_pong();
+        arrive_ping_pong();
         shared.k_slots[key.index()].full.wait(key.phase());
         shared.v_slots[value.index()].full.wait(value.phase());
         sync_group();

@@ -42,6 +42,7 @@ struct LoadWarp {
       if (Traits::kDense && blocks.none()) {
         tile.queries = 0;  // tells the consumers that no row has a key
       }
+      write_plans(position, tile);
       shared.queue.put(position, tile);
       if (tile.row < 0) {
         break;
@@ -98,6 +99,17 @@ struct LoadWarp {
     }
   }
 #endif
+
+  // Beside the tile that is put into the queue.
+  __device__ __forceinline__ void write_plans(TileQueue::Position at, const TileInfo& tile) {
+    if constexpr (Traits::kPlansAhead) {
+      shared.queue.slots[at.index()].empty.wait(at.phase() ^ 1);
+#pragma unroll 1
+      for (int group = 0; group < Traits::kGroups; ++group) {
+        shared.plans[at.index()][group] = plan_for_group<Traits>(args, tile, group);
+      }
+    }
+  }
 
   __device__ __forceinline__ void load_query(const TileInfo& tile, int batch) {
 #pragma unroll 1

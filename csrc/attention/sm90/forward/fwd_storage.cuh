@@ -29,6 +29,7 @@
 #pragma once
 
 #include "attention/attention.h"
+#include "attention/key_range.h"
 #include "attention/sm90/forward/fwd_config.cuh"
 #include "common/dropout.h"
 #include "sm90/tile/pipeline.cuh"
@@ -101,6 +102,10 @@ struct SharedStorage {
   Barrier passed;
   DropoutKeys<Traits> dropout;
   BlockMetadataRing<Traits> dense;
+#ifdef FASTATTN_TRIAL_FWD_PLAN
+  // Of the tiles in the queue.
+  BlockPlan plans[TileQueue::kSlots][Traits::kGroups];
+#endif
 };
 
 template <class Traits>

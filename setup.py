@@ -211,7 +211,7 @@ INSTANCES = {
 TRIALS = (
     *("ffn_loop", "ffn_dependent"),
     *("fwd_swizzle", "fwd_counter", "fwd_diagonal", "fwd_splits", "fwd_across_tiles"),
-    *("fwd_plan", "fwd_skip"),
+    *("fwd_plan", "fwd_skip", "fwd_one_warpgroup"),
     *("bwd_rows", "dq_limit"),
     "norm_rows",
 )

@@ -7,10 +7,13 @@ namespace fastattn::attention {
 struct ForwardArguments;
 }  // namespace fastattn::attention
 
+int launched_threads = 0;  // of a thread block
+
 // Called by launchers, whose <<<>>> is rewritten.
 template <class Arguments>
 void launch_on_host(void (*kernel)(const Arguments), int blocks, int threads, int bytes,
                     const Arguments& arguments) {
+  launched_threads = threads;
   on_host::enqueue(
       {blocks, threads, [kernel, arguments] { kernel(arguments); }, static_cast<uint32_t>(bytes)});
 }
@@ -94,6 +97,11 @@ extern "C" int swizzle_group(int heads, int queries, int keys, int head_dim, int
   p.keys = keys;
   p.head_dim = p.value_dim = head_dim;
   return swizzle_group_heads(p, tile_rows, 132);
+}
+
+// Threads of a block of the last launch.
+extern "C" int last_threads() {
+  return launched_threads;
 }
 
 extern "C" const char* attention_fwd(const ForwardProblem* problem) {

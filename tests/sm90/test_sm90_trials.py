@@ -241,6 +241,25 @@ def test_plans_and_skipping(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         assert len(injector.detected) > 1 and not injector.undetected()
 
 
+# -- one consumer warpgroup ------------------------------------------------------------------------
+_DECODING: dict[str, Any] = {"B": 2, "N": 400, "key_lengths": [400, 129]}
+
+
+def test_one_warpgroup(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For up to 64 queries."""
+    cases = {
+        forward.Case(128, "kFull", splits=3, H=8, K=2, M=1, **_DECODING): 1,
+        forward.Case(128, "kFull", M=64, H=1, **_DECODING, query_lengths=[64, 20]): 1,
+        forward.Case(128, "kFull", M=65, H=1, **_DECODING): 2,
+        forward.Case(128, "kFull", H=1, queries=[64, 0, 3], keys=[40, 30, 200], slack=70): 1,
+    }
+    defines = forward.defines(next(iter(cases)).instance)
+    machine = machine_of("sm90_attention.cpp", "fwd_one_warpgroup", defines)
+    for case, warpgroups in cases.items():
+        _run_cases(monkeypatch, machine, [case])
+        assert machine.library.last_threads() == 128 * (1 + warpgroups)
+
+
 # -- the forward across tiles ----------------------------------------------------------------------
 _ACROSS = partial(machine_of, "sm90_attention.cpp", "fwd_across_tiles")
 _IN_ORDER = re.compile("k(Full|Bounded|Dropout|Sinks|Scores|ScoresDropout|Paged|PagedScores)")
@@ -630,3 +649,15 @@ def test_half_of_the_first_scores(tmp_path: Path) -> None:
     """Q K^T of the first block in two widths."""
     events = _forward_events(tmp_path, "bf16_d128_bounded", "fwd_counter,fwd_diagonal")
     assert re.fullmatch("m{8}0m{8}00e*m{12}1e*0e*(m{16}1e*0e*){2}m{8}0", events), events
+
+
+def test_products_of_one_warpgroup(tmp_path: Path) -> None:
+    """The exponentials of a block run beside P V: no other warpgroup has products."""
+    name = "attention_fwd_sm90_fp16_d128_full"
+    log, kernels = sources._compile(sources.FORWARD, tmp_path, name, "fwd_one_warpgroup")
+    assert not re.findall(r"C75\d\d", log), log
+    assert len(re.findall(r"\b0 bytes spill stores, 0 bytes spill loads", log)) == 2, log
+    (sass,) = (code for kernel, code in kernels.items() if "OneWarpgroup" in kernel)
+    assert not any("USETMAXREG" in line for line in sass)
+    events = "".join(sources._events(sass))
+    assert re.fullmatch("m{8}0e{66}m{16}1e{66}0m{8}0", events), events

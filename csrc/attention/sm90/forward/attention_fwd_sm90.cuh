@@ -85,7 +85,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   __syncthreads();
 
   if (warpgroup == 0) {
-    ptx::setmaxnreg_dec<Traits::kRegisters.producer>();
+    if constexpr (Traits::kGroups > 1) {
+      ptx::setmaxnreg_dec<Traits::kRegisters.producer>();
+    }
     const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarp, 0);
     const bool elected = ptx::elect_one();
     if (warp == 0) {
@@ -102,7 +104,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       }
     }
   } else {
-    ptx::setmaxnreg_inc<Traits::kRegisters.consumer>();
+    if constexpr (Traits::kGroups > 1) {
+      ptx::setmaxnreg_inc<Traits::kRegisters.consumer>();
+    }
     if (args.packing.query_offsets) {
       clear_rest<Traits>(args);
     }
@@ -162,9 +166,8 @@ bool encode_bias(CUtensorMap* map, const ForwardProblem& p) {
                                  rows > 1 ? kMmaRows : 1);
 }
 
-template <DType kType, int kHeadDim, Variant kVariant>
-const char* attention_fwd_sm90(const ForwardProblem& p, cudaStream_t stream) {
-  using Traits = ForwardTraits<typename TypeOf<kType>::Element, kHeadDim, kVariant>;
+template <DType kType, class Traits>
+const char* launch_forward(const ForwardProblem& p, cudaStream_t stream) {
   using Shared = SharedStorage<Traits>;
   static_assert(sizeof(Shared) <= kMaxSharedBytes);
   constexpr CUtensorMapDataType kMapType = TypeOf<kType>::kMapType;
@@ -272,6 +275,19 @@ const char* attention_fwd_sm90(const ForwardProblem& p, cudaStream_t stream) {
     return cudaGetErrorString(error);
   }
   return p.splits.count > 1 ? combine_splits<kType>(p, stream) : nullptr;
+}
+
+template <DType kType, int kHeadDim, Variant kVariant>
+const char* attention_fwd_sm90(const ForwardProblem& p, cudaStream_t stream) {
+  using Traits = ForwardTraits<typename TypeOf<kType>::Element, kHeadDim, kVariant>;
+#ifdef FASTATTN_TRIAL_FWD_ONE_WARPGROUP
+  if constexpr (Traits::kSplits && kHeadDim == 128) {
+    if ((p.packing.query_offsets ? p.packing.max_queries : p.queries) <= kMmaRows) {
+      return launch_forward<kType, OneWarpgroup<Traits>>(p, stream);
+    }
+  }
+#endif
+  return launch_forward<kType, Traits>(p, stream);
 }
 
 }  // namespace fastattn::attention

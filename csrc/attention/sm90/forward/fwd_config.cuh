@@ -147,4 +147,15 @@ struct ForwardTraits {
   static_assert(kGroups <= 3, "the producer warpgroup has a store warp for each of them");
 };
 
+#ifdef FASTATTN_TRIAL_FWD_ONE_WARPGROUP
+// For up to 64 queries: one consumer warpgroup, instead of a second one without rows. Both
+// warpgroups of the launch have enough registers. Nothing but P V overlaps the softmax.
+template <class Traits>
+struct OneWarpgroup : Traits {
+  static constexpr int kGroups = 1;
+  static constexpr bool kPingPong = false, kPinsExponentials = true;
+  static constexpr int kTileRows = kMmaRows, kThreads = 2 * kWarpgroup;
+};
+#endif
+
 }  // namespace fastattn::attention

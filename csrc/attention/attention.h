@@ -327,6 +327,17 @@ inline bool has_short_blocks([[maybe_unused]] const BackwardProblem& p) {
 #endif
 }
 
+// FASTATTN_TRIALS=bwd_dq_once: whether one block of keys has all keys of a sequence. dq is then no
+// sum over blocks, and dq_sum is null.
+inline bool has_one_key_block([[maybe_unused]] const BackwardProblem& p) {
+#ifdef FASTATTN_TRIAL_BWD_DQ_ONCE
+  const int keys = p.packing.query_offsets ? p.packing.max_keys : p.keys;
+  return keys <= backward_keys(larger(p.head_dim, p.value_dim));
+#else
+  return false;
+#endif
+}
+
 // Computes dq, dk and dv on the current device. Returns nullptr or an error message. Instances:
 // 16-bit types, the forward's head dims and all its variants but kFull, kSinks and those of pages.
 template <DType kType, int kHeadDim, Variant kVariant>

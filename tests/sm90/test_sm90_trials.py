@@ -459,12 +459,15 @@ _LIMIT = Mutation(
 
 
 def _gradients(
-    monkeypatch: pytest.MonkeyPatch, machine: Machine, spec: OpSpec, sample: Sample
+    monkeypatch: pytest.MonkeyPatch,
+    machine: Machine,
+    spec: OpSpec,
+    sample: Sample,
+    host: HostLibrary = _SHORT,
+    in_order: bool = True,
 ) -> None:
-    with monkeypatch.context() as patch, deterministic_algorithms():
-        bindings.use(
-            patch, lambda op, problem, _: machine.call(op, ctypes.c_void_p(problem)), _SHORT
-        )
+    with monkeypatch.context() as patch, deterministic_algorithms(in_order):
+        bindings.use(patch, lambda op, problem, _: machine.call(op, ctypes.c_void_p(problem)), host)
         launchers = OPS["attention_bwd"]._launchers
         launch = partial(backward._launch, OPS["attention_bwd"])
         backward._compare(
@@ -509,6 +512,88 @@ def test_faults_of_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
             bwd_faults._examine(patch, injector, sample)
     assert len(injector.detected) > 100
     assert not injector.undetected((*harmless_of("128 kBounded"), *BY_LAYOUT))
+
+
+# -- the backward: dQ that is no sum ---------------------------------------------------------------
+_ONCE = HostLibrary(
+    HERE / "bindings.cpp", sm90, "fastattn_sm90_once", codes=3,
+    defines=["fastattn_sm90=fastattn_sm90_once", "FASTATTN_TRIAL_BWD_DQ_ONCE"],
+)  # fmt: skip
+_BEHIND: dict[str, Any] = {"queries": [65, 0, 270, 1, 64], "keys": [40, 30, 50, 0, 64], "slack": 70,
+                           "H": 2, "K": 1, "causal": "bottom_right"}  # fmt: skip
+# Blocks of rows without keys, rows behind a sequence, two blocks of keys, and no dq.
+_ONCE_SAMPLES = {
+    "64 kBounded": (
+        backward._sample("gqa", causal="bottom_right", H=2, K=1, M=300, N=100, D=56, B=1),
+        bwd_faults._sample("packed", **_BEHIND, D=64),
+        backward._sample("lengths", M=140, N=128, D=64, H=1, layout="bshd", query_lengths=[140, 70],
+                         key_lengths=[33, 0]),
+        backward._sample("two blocks", M=140, N=129, D=64, B=1, H=1),
+        bwd_faults._sample("no dq", "k v", M=300, N=60, D=64, B=1, H=1, causal="bottom_right"),
+    ),
+    "256 kMask": (
+        backward._sample("mask", mask="blocks BMN", M=270, N=60, D=200, key_lengths=[60, 20],
+                         query_lengths=[270, 70], H=1),
+    ),
+}  # fmt: skip
+
+
+_MAIN = "attention/sm90/backward/main"
+_CLEARS = "!sums_dq(args) && args.dq.data && !is_added_to<Traits>(args, rows)"
+_ONCE_MUTATIONS = {
+    "64 kBounded": (
+        ("dq_once", "Traits::kTransposesDq ? 0 : state.group * kMmaRows", "0"),
+        ("dq_once", "work.kv_head * args.heads_per_kv + step.head", "work.kv_head"),
+        ("dq_once", "work.sequence.query_origin + first_row", "first_row"),
+        ("dq_once", "work.sequence.query_rows - first_row", "Traits::kRows"),
+        ("dq_once", "sm90::scale_rows(parts[part], factors);", ""),
+        ("dq_once", "!view.data", "false"),
+        ("steps", "passed / count", "0"),
+        ("steps", "plan.visited.end - 1 - passed % count", "plan.visited.end - 1"),
+        ("prepare_finish", _CLEARS, "false"),
+        ("prepare_finish", _CLEARS, _CLEARS.replace("args.dq.data && ", "")),
+    ),
+    "256 kMask": (
+        ("dq_once", "part * kPartBytes", "0"),
+        ("dq_once", "piece / kChunkPieces * kPartBytes", "0"),
+        ("dq_once", "smaller(rows, Traits::kRows)", "Traits::kRows"),
+        ("dq_once", "column < args.head_dim", "true"),
+        ("dq_once", "state.first_own_chunk() * sm90::kChunkColumns", "0"),
+        ("dq_once", "state.sync_group();", ""),
+        ("bwd_consumer", "kPiece == Traits::kDqPieces - 1", "kPiece == 0"),
+        ("prepare_finish", _CLEARS, "false"),
+    ),
+}
+
+
+def _once(instance: str) -> tuple[Machine, tuple[Mutation, ...]]:
+    head_dim, variant = instance.split()
+    defines = [f"ONLY_HEAD_DIM={head_dim}", f"ONLY_VARIANT={variant}"]
+    mutations = tuple(
+        Mutation(f"{_MAIN}/{file}.cuh", *texts) for file, *texts in _ONCE_MUTATIONS[instance]
+    )
+    return machine_of("sm90_attention_bwd.cpp", "bwd_dq_once", defines, mutations), mutations
+
+
+@pytest.mark.parametrize("instance", _ONCE_SAMPLES)
+def test_dq_that_is_no_sum(monkeypatch: pytest.MonkeyPatch, instance: str) -> None:
+    machine, _ = _once(instance)
+    for sample in _ONCE_SAMPLES[instance]:
+        spec = backward.PACKED if sample.name == "packed" else backward.SPEC
+        _gradients(monkeypatch, machine, spec, sample, _ONCE)
+
+
+@pytest.mark.parametrize("instance", _ONCE_SAMPLES)
+def test_faults_of_dq_that_is_no_sum(monkeypatch: pytest.MonkeyPatch, instance: str) -> None:
+    """Faults of the machine in what is new, and wrong forms of its expressions."""
+    machine, mutations = _once(instance)
+    injector = OpInjector(
+        _ONCE, bindings.run_simulated, machine, mutations, later=(RANDOM,), only_in="dq_once.cuh"
+    )
+    for sample in _ONCE_SAMPLES[instance]:
+        with monkeypatch.context() as patch:
+            bwd_faults._examine(patch, injector, sample)
+    assert not injector.unreached() and not injector.undetected()
 
 
 # -- products of ffn as dependent launches ---------------------------------------------------------
@@ -592,6 +677,7 @@ _COMPILED = {
     "attention_fwd_sm90_bf16_d128_dropout": "fwd_counter,fwd_plan,fwd_skip",
     "attention_fwd_sm90_bf16_d64_dropout": "fwd_counter,fwd_diagonal",
     "attention_bwd_sm90_bf16_d128_bounded": "bwd_rows,dq_limit",
+    "attention_bwd_sm90_bf16_d64_bounded": "bwd_dq_once",
     "ffn_product_sm90_bf16_up": "ffn_dependent",
     "ffn_product_sm90_bf16_dw": "ffn_dependent",
 }
@@ -612,11 +698,12 @@ def test_instance(monkeypatch: pytest.MonkeyPatch, name: str, tmp_path: Path) ->
         own = "".join(part for part in parts if "ELb1EE" in part.partition(" for ")[0])
         return first + own, {k: sass for k, sass in kernels.items() if "ELb1EE" in k}
 
-    is_backward = name.startswith("attention_bwd")
-    monkeypatch.setattr(sources, "_compile", of_64_rows if is_backward else compiled)
-    if is_backward:
+    is_short = "bwd_rows" in _COMPILED[name]
+    monkeypatch.setattr(sources, "_compile", of_64_rows if is_short else compiled)
+    if is_short:
         config = replace(sources.BACKWARD_CONFIGS[128], rows=64)
         monkeypatch.setitem(sources.BACKWARD_CONFIGS, 128, config)
+    if name.startswith("attention_bwd"):
         sources.test_backward_instance(name, tmp_path)
     elif name.startswith("attention"):
         sources.test_instance(name, tmp_path)

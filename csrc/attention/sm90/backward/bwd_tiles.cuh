@@ -37,6 +37,15 @@ struct BackwardArguments : LengthsAndBounds {
   DeviceScoreModifications modifications;
 };
 
+// Whether blocks of keys add to dQ in fp32; otherwise there is one, which writes the result.
+FASTATTN_PURE bool sums_dq([[maybe_unused]] const BackwardArguments& args) {
+#ifdef FASTATTN_TRIAL_BWD_DQ_ONCE
+  return args.dq_sum;
+#else
+  return true;
+#endif
+}
+
 // A batch entry or a packed sequence; positions count from its start.
 struct Sequence {
   int number;

@@ -41,7 +41,9 @@ inline void lay_out(BackwardProblem& p, bool in_order, int num_sms, WorkspaceLay
   p.lse2 = workspace.take<float>(rows);
   p.delta = workspace.take<float>(rows);
   p.row_keys = p.dropout.seed ? workspace.take<uint32_t>(rows / 2) : nullptr;
-  p.dq_sum = workspace.take<float>(rows * ceil_div(dim, kChunkColumns) * kChunkColumns);
+  p.dq_sum = has_one_key_block(p)
+                 ? nullptr
+                 : workspace.take<float>(rows * ceil_div(dim, kChunkColumns) * kChunkColumns);
   p.dq_semaphores = workspace.take<int>(blocks * kMaxGroups);
   p.in_order = in_order;
   p.counter = workspace.take<int>(1);

@@ -29,7 +29,7 @@
 // products and softmax: bwd_masks.cuh by lengths and bounds, bwd_dense.cuh and bias.cuh by a dense
 // mask, which dense_loads.cuh loads, bwd_scores.cuh by a soft cap and a bias by distance.
 // weights.cuh has the softmax and dropout, gradients.cuh what leaves a warpgroup,
-// prepare_finish.cuh the launches before and after.
+// prepare_finish.cuh the launches before and after. dq_once.cuh is a trial.
 #pragma once
 
 #include <algorithm>
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if (shared.work.steps > 0 && warp <= Traits::kGroups && ptx::elect_one()) {
       if (warp == 0) {
         load_blocks<Traits>(shared, args);
-      } else {
+      } else if (sums_dq(args)) {
         add_dq<Traits>(shared, args, warp - 1);
       }
     }
@@ -199,7 +199,7 @@ const char* launch_backward(const BackwardProblem& p, cudaStream_t stream) {
   if (!error) {
     error = launch(kernel, key_blocks, Traits::kThreads, sizeof(Shared), stream, args, true);
   }
-  if (!error && p.dq.data) {
+  if (!error && p.dq.data && sums_dq(args)) {
     error = launch(attention_bwd_finish_kernel<Traits>, row_blocks, kFinishThreads,
                    sizeof(RowStage<Traits>), stream, args, true);
   }

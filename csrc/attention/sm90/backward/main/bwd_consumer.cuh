@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/sm90/backward/layout.h"
+#include "attention/sm90/backward/main/dq_once.cuh"
 #include "attention/sm90/backward/main/gradients.cuh"
 #include "attention/sm90/backward/main/steps.cuh"
 #include "attention/sm90/backward/main/weights.cuh"
@@ -128,7 +129,7 @@ struct BackwardConsumer {
       ptx::wgmma_wait_group<1>();
       ptx::pin(rDq[0]);
       steps.after_dq();
-      stage_dq<0>(state, rDq);
+      pass_dq<0>(steps, rDq);
     } else {
       // Every warpgroup has read the last step's P and dS: with one Q, before this one was loaded.
       if constexpr (Traits::kStages > 1) {
@@ -150,11 +151,11 @@ struct BackwardConsumer {
       ptx::wgmma_wait_group<(Traits::kDqPieces < Part::kDqParts) ? 1 : Part::kDqParts>();
       ptx::pin(rDq[0]);
       if constexpr (Traits::kDqPieces > 1) {
-        stage_dq<0>(state, rDq);
+        pass_dq<0>(steps, rDq);
         ptx::wgmma_wait_group<1>();
       }
       ptx::pin(rDq[Part::kDqParts - 1]);
-      stage_dq<Traits::kDqPieces - 1>(state, rDq);
+      pass_dq<Traits::kDqPieces - 1>(steps, rDq);
     }
     ptx::wgmma_wait_group<0>();
     ptx::pin(rDk);
@@ -255,6 +256,16 @@ struct BackwardConsumer {
       }
     }
     ptx::wgmma_commit_group();
+  }
+
+  // A piece of dQ of this step, of which all pieces up to it are complete.
+  template <int kPiece, class Steps>
+  __device__ __forceinline__ void pass_dq(const Steps& steps, Dq& parts) {
+    if (sums_dq(state.args)) {
+      stage_dq<kPiece>(state, parts);
+    } else if (kPiece == Traits::kDqPieces - 1) {
+      write_dq(state, parts, steps.step());
+    }
   }
 
   template <int kCount>

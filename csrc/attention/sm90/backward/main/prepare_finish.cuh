@@ -20,9 +20,61 @@ struct alignas(sm90::kPieceBytes) Piece {
   Element data[kColumns];
 };
 
-// -- prepare -------------------------------------------------------------------------------------
-constexpr int kPrepareThreads = 256;
+// -- rows of dQ ---------------------------------------------------------------------------------
+constexpr int kPrepareThreads = 256, kFinishThreads = kPrepareThreads;
 
+// Rows of dQ, padded by one piece so that adjacent rows start at different banks.
+template <class Traits>
+using RowStage =
+    typename Traits::Element[Traits::kRows]
+                            [Traits::kColumns + Piece<typename Traits::Element>::kColumns];
+
+// Whether some block of keys has added to a block of rows.
+template <class Traits>
+__device__ __forceinline__ bool is_added_to(const BackwardArguments& args, const RowBlock& block) {
+  const Sequence& sequence = block.sequence;
+  if constexpr (Traits::kDense) {
+    const MaskLayout& layout = args.mask.layout;
+    const int64_t of_class = class_head(layout, sequence.number, block.head);
+    const BlockClass& last =
+        args.mask.classes[classes_at(layout, of_class, layout.row_tiles - 1) + block.row_block];
+    return last.rank > 0 || last.flags & kHasWork;
+  }
+  return !is_empty(visitors(block.row_block, Traits::kRows, sequence.bounds, sequence.queries,
+                            sequence.keys, Traits::kKeys));
+}
+
+// Whether a block of rows is zeroed before blocks of keys write the others.
+template <class Traits>
+__device__ __forceinline__ bool is_cleared(const BackwardArguments& args, const RowBlock& rows) {
+  return !sums_dq(args) && args.dq.data && !is_added_to<Traits>(args, rows);
+}
+
+// All threads: writes a block of rows of dQ from first_row on, zeros if it has no sum.
+template <class Traits>
+__device__ __forceinline__ void write_rows(const BackwardArguments& args, const RowBlock& block,
+                                           int first_row, bool has_sum,
+                                           const RowStage<Traits>* rows) {
+  using Element = typename Traits::Element;
+  constexpr int kPieceColumns = Piece<Element>::kColumns;
+  constexpr int kRowPieces = Traits::kColumns / kPieceColumns;
+  const Sequence& sequence = block.sequence;
+  const int count = smaller(sequence.query_rows - first_row, Traits::kRows);
+  Element* dq = static_cast<Element*>(args.dq.data) + sequence.entry * args.dq.batch_stride +
+                block.head * args.dq.head_stride +
+                (sequence.query_origin + first_row) * args.dq.row_stride;
+  for (int at = threadIdx.x; at < count * kRowPieces; at += kPrepareThreads) {
+    const int row = at / kRowPieces;
+    const int column = at % kRowPieces * kPieceColumns;
+    if (column < args.head_dim) {
+      const auto* from = reinterpret_cast<const Piece<Element>*>(&(*rows)[row][column]);
+      auto* to = reinterpret_cast<Piece<Element>*>(dq + row * args.dq.row_stride + column);
+      *to = has_sum ? *from : Piece<Element>{};
+    }
+  }
+}
+
+// -- prepare -------------------------------------------------------------------------------------
 // Term that a row adds to the gradient of its head's sink, of weight 2^(sink - lse): the lse of a
 // row without keys is the sink, and -inf if the row is not computed.
 __device__ __forceinline__ float sink_term(float sink, float lse, float delta) {
@@ -99,6 +151,9 @@ __global__ void __launch_bounds__(kPrepareThreads)
           dropout::absorb(state, origin.row_unit + dropout::units(first_row) + i);
     }
   }
+  if (is_cleared<Traits>(args, block)) {
+    write_rows<Traits>(args, block, first_row, false, nullptr);
+  }
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     *args.counter = 0;
   }
@@ -141,29 +196,6 @@ __global__ void __launch_bounds__(kSumSinksThreads)
 }
 
 // -- finish --------------------------------------------------------------------------------------
-constexpr int kFinishThreads = 256;
-
-// Rows of dQ, padded by one piece so that adjacent rows start at different banks.
-template <class Traits>
-using RowStage =
-    typename Traits::Element[Traits::kRows]
-                            [Traits::kColumns + Piece<typename Traits::Element>::kColumns];
-
-// Whether some block of keys has added to a block of rows.
-template <class Traits>
-__device__ __forceinline__ bool is_added_to(const BackwardArguments& args, const RowBlock& block) {
-  const Sequence& sequence = block.sequence;
-  if constexpr (Traits::kDense) {
-    const MaskLayout& layout = args.mask.layout;
-    const int64_t of_class = class_head(layout, sequence.number, block.head);
-    const BlockClass& last =
-        args.mask.classes[classes_at(layout, of_class, layout.row_tiles - 1) + block.row_block];
-    return last.rank > 0 || last.flags & kHasWork;
-  }
-  return !is_empty(visitors(block.row_block, Traits::kRows, sequence.bounds, sequence.queries,
-                            sequence.keys, Traits::kKeys));
-}
-
 // A thread block converts one block of rows of dQ from the consumers' register order to rows.
 template <class Traits>
 __global__ void __launch_bounds__(kFinishThreads)
@@ -176,7 +208,6 @@ __global__ void __launch_bounds__(kFinishThreads)
   static_assert(sizeof(rows) <= 48 * 1024, "more than the default limit of shared memory");
 
   const RowBlock block = row_block_of(args, blockIdx.x, Traits::kRows);
-  const Sequence& sequence = block.sequence;
   const int first_row = block.row_block * Traits::kRows;
   ptx::griddepcontrol_wait();
   const bool has_sum = is_added_to<Traits>(args, block);
@@ -204,19 +235,7 @@ __global__ void __launch_bounds__(kFinishThreads)
   }
   __syncthreads();
 
-  const int count = smaller(sequence.query_rows - first_row, Traits::kRows);
-  Element* dq = static_cast<Element*>(args.dq.data) + sequence.entry * args.dq.batch_stride +
-                block.head * args.dq.head_stride +
-                (sequence.query_origin + first_row) * args.dq.row_stride;
-  for (int at = threadIdx.x; at < count * kRowPieces; at += kFinishThreads) {
-    const int row = at / kRowPieces;
-    const int column = at % kRowPieces * kPieceColumns;
-    if (column < args.head_dim) {
-      const auto* from = reinterpret_cast<const Piece<Element>*>(&rows[row][column]);
-      auto* to = reinterpret_cast<Piece<Element>*>(dq + row * args.dq.row_stride + column);
-      *to = has_sum ? *from : Piece<Element>{};
-    }
-  }
+  write_rows<Traits>(args, block, first_row, has_sum, &rows);
 }
 
 }  // namespace fastattn::attention

@@ -26,6 +26,11 @@ struct PlannedSteps {
   __device__ __forceinline__ void clear_keys() const { clear_dead_keys(state); }
   // Called when Q has been loaded.
   __device__ __forceinline__ void open() { clear_dead_rows(state, row_block); }
+  // Also between `close` and the release of Q.
+  __device__ __forceinline__ Step step() const {
+    const int passed = state.stage.passed, count = plan.visited.end - plan.visited.begin;
+    return {passed / count, plan.visited.end - 1 - passed % count};
+  }
   // Called when the scores have been computed: their biases by distance, and a mask.
   __device__ __forceinline__ const float* biases() const {
     const int head = static_cast<int>(state.stage.passed) / (plan.visited.end - plan.visited.begin);
@@ -63,6 +68,7 @@ struct ListedSteps {
       fetch_bias(state, metadata_of(state).step.row_block);
     }
   }
+  __device__ __forceinline__ Step step() const { return metadata_of(state).step; }
   __device__ __forceinline__ const float* biases() const {
     const Step& step = metadata_of(state).step;
     return own_biases(state, step.head, step.row_block);

@@ -18,7 +18,7 @@ import test_sm90_ffn as ffn
 import test_sm90_on_host as forward
 import torch
 from native_build import build_script
-from sm90_on_host import bindings, ffn_bindings
+from sm90_on_host import backward_faults, bindings, ffn_bindings
 from sm90_on_host.backward_faults import BY_LAYOUT, harmless_of
 from sm90_on_host.build import (
     FAULTS,
@@ -538,41 +538,47 @@ _ONCE_SAMPLES = {
 }  # fmt: skip
 
 
-_MAIN = "attention/sm90/backward/main"
 _CLEARS = "!sums_dq(args) && args.dq.data && !is_added_to<Traits>(args, rows)"
 _ONCE_MUTATIONS = {
     "64 kBounded": (
-        ("dq_once", "Traits::kTransposesDq ? 0 : state.group * kMmaRows", "0"),
-        ("dq_once", "work.kv_head * args.heads_per_kv + step.head", "work.kv_head"),
-        ("dq_once", "work.sequence.query_origin + first_row", "first_row"),
-        ("dq_once", "work.sequence.query_rows - first_row", "Traits::kRows"),
-        ("dq_once", "sm90::scale_rows(parts[part], factors);", ""),
-        ("dq_once", "!view.data", "false"),
-        ("steps", "passed / count", "0"),
-        ("steps", "plan.visited.end - 1 - passed % count", "plan.visited.end - 1"),
-        ("prepare_finish", _CLEARS, "false"),
-        ("prepare_finish", _CLEARS, _CLEARS.replace("args.dq.data && ", "")),
+        ("main/dq_once", "Traits::kTransposesDq ? 0 : state.group * kMmaRows", "0"),
+        ("main/dq_once", "work.kv_head * args.heads_per_kv + step.head", "work.kv_head"),
+        ("main/dq_once", "work.sequence.query_origin + first_row", "first_row"),
+        ("main/dq_once", "work.sequence.query_rows - first_row", "Traits::kRows"),
+        ("main/dq_once", "sm90::scale_rows(parts[part], factors);", ""),
+        ("main/dq_once", "!view.data", "false"),
+        ("main/steps", "passed / count", "0"),
+        ("main/steps", "plan.visited.end - 1 - passed % count", "plan.visited.end - 1"),
+        ("main/prepare_finish", _CLEARS, "false"),
+        ("main/prepare_finish", _CLEARS, _CLEARS.replace("args.dq.data && ", "")),
     ),
     "256 kMask": (
-        ("dq_once", "part * kPartBytes", "0"),
-        ("dq_once", "piece / kChunkPieces * kPartBytes", "0"),
-        ("dq_once", "smaller(rows, Traits::kRows)", "Traits::kRows"),
-        ("dq_once", "column < args.head_dim", "true"),
-        ("dq_once", "state.first_own_chunk() * sm90::kChunkColumns", "0"),
-        ("dq_once", "state.sync_group();", ""),
-        ("bwd_consumer", "kPiece == Traits::kDqPieces - 1", "kPiece == 0"),
-        ("prepare_finish", _CLEARS, "false"),
+        ("main/dq_once", "part * kPartBytes", "0"),
+        ("main/dq_once", "piece / kChunkPieces * kPartBytes", "0"),
+        ("main/dq_once", "smaller(rows, Traits::kRows)", "Traits::kRows"),
+        ("main/dq_once", "column < args.head_dim", "true"),
+        ("main/dq_once", "state.first_own_chunk() * sm90::kChunkColumns", "0"),
+        ("main/dq_once", "state.sync_group();", ""),
+        ("main/bwd_consumer", "kPiece == Traits::kDqPieces - 1", "kPiece == 0"),
+        ("main/prepare_finish", _CLEARS, "false"),
     ),
 }
 
 
 def _once(instance: str) -> tuple[Machine, tuple[Mutation, ...]]:
+    return _backward_of("bwd_dq_once", instance, _ONCE_MUTATIONS)
+
+
+def _backward_of(
+    trials: str, instance: str, texts: dict[str, tuple[tuple[str, str, str], ...]]
+) -> tuple[Machine, tuple[Mutation, ...]]:
     head_dim, variant = instance.split()
     defines = [f"ONLY_HEAD_DIM={head_dim}", f"ONLY_VARIANT={variant}"]
     mutations = tuple(
-        Mutation(f"{_MAIN}/{file}.cuh", *texts) for file, *texts in _ONCE_MUTATIONS[instance]
+        Mutation(f"attention/sm90/backward/{file}.cuh", right, wrong)
+        for file, right, wrong in texts[instance]
     )
-    return machine_of("sm90_attention_bwd.cpp", "bwd_dq_once", defines, mutations), mutations
+    return machine_of("sm90_attention_bwd.cpp", trials, defines, mutations), mutations
 
 
 @pytest.mark.parametrize("instance", _ONCE_SAMPLES)
@@ -594,6 +600,67 @@ def test_faults_of_dq_that_is_no_sum(monkeypatch: pytest.MonkeyPatch, instance: 
         with monkeypatch.context() as patch:
             bwd_faults._examine(patch, injector, sample)
     assert not injector.unreached() and not injector.undetected()
+
+
+# -- the backward: sums of dQ in any order ---------------------------------------------------------
+# Any block of keys may be the first to store. Two add to a row: any order has the same bits.
+_ROTATION_SAMPLES = {
+    "64 kBounded": bwd_faults._sample("any order", D=64, H=2, K=1, M=256, N=265, B=1,
+                                   window=(64, 64)),
+    "256 kMask": bwd_faults._sample("any order", mask="rows MN", D=256, H=1, M=256, N=128, B=1,
+                                    window=(32, 32)),
+}  # fmt: skip
+_RANK = "ready || atomicCAS(semaphore, 0, kClaimed) != 0"
+_SUM_MUTATIONS = (
+    ("main/dq", _RANK, "ready"),
+    ("main/dq", _RANK, _RANK.replace("!=", "==")),
+    ("main/dq", "ready || rank == 0", "ready"),
+    ("main/dq", "ready || rank == 0", "true"),
+    ("main/dq", "ptx::load_acquire(semaphore) == kStored", "true"),
+)
+_ROTATION_MUTATIONS = {
+    "64 kBounded": (
+        *_SUM_MUTATIONS,
+        ("bwd_tiles", "block % count", "block"),
+        ("bwd_tiles", "next == work.first_row_block", "next == visited.end - 1"),
+        ("bwd_tiles", "step.row_block > visited.begin ? step.row_block : visited.end",
+         "step.row_block"),
+        ("main/steps", "state.shared.work.first_row_block", "plan.visited.end - 1"),
+    ),
+    "256 kMask": _SUM_MUTATIONS,
+}  # fmt: skip
+_rotation = partial(_backward_of, "bwd_rotation", texts=_ROTATION_MUTATIONS)
+
+
+@pytest.mark.parametrize(
+    ("instance", "in_order"), [("64 kBounded", False), ("64 kBounded", True), ("256 kMask", False)]
+)
+def test_sums_in_any_order(monkeypatch: pytest.MonkeyPatch, instance: str, in_order: bool) -> None:
+    machine, _ = _rotation(instance)
+    sample = backward._sample(
+        "sums", D=int(instance.split()[0]), B=1, H=2, K=1, M=300, N=306, causal="bottom_right",
+        mask="rows BHMN" if instance.endswith("kMask") else None,
+    )  # fmt: skip
+    _gradients(monkeypatch, machine, backward.SPEC, sample, bindings.HOST, in_order)
+
+
+@pytest.mark.parametrize("instance", _ROTATION_SAMPLES)
+def test_faults_of_sums_in_any_order(monkeypatch: pytest.MonkeyPatch, instance: str) -> None:
+    """Wrong forms of new expressions, and with one instance faults of the machine in additions."""
+    machine, mutations = _rotation(instance)
+    injector = OpInjector(
+        bindings.HOST, bindings.run_simulated, machine, mutations, later=(RANDOM,),
+        only_in="dq.cuh", only_mutations=instance != "64 kBounded",
+    )  # fmt: skip
+    with monkeypatch.context() as patch:
+        bwd_faults._examine(patch, injector, _ROTATION_SAMPLES[instance])
+    # Before the claim and after it: without an order these have the same phase.
+    waits = [
+        Harmless("no mbarrier wait", f"{before}; slot.full.wait(", "the other one is enough")
+        for before in ("== kStored", "piece * Traits::kPieceFloats")
+    ]
+    assert not injector.unreached()
+    assert not injector.undetected((*backward_faults.HARMLESS, *waits))
 
 
 # -- products of ffn as dependent launches ---------------------------------------------------------
@@ -677,7 +744,7 @@ _COMPILED = {
     "attention_fwd_sm90_bf16_d128_dropout": "fwd_counter,fwd_plan,fwd_skip",
     "attention_fwd_sm90_bf16_d64_dropout": "fwd_counter,fwd_diagonal",
     "attention_bwd_sm90_bf16_d128_bounded": "bwd_rows,dq_limit",
-    "attention_bwd_sm90_bf16_d64_bounded": "bwd_dq_once",
+    "attention_bwd_sm90_bf16_d64_bounded": "bwd_dq_once,bwd_rotation",
     "ffn_product_sm90_bf16_up": "ffn_dependent",
     "ffn_product_sm90_bf16_dw": "ffn_dependent",
 }

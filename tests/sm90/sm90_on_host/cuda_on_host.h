@@ -90,6 +90,9 @@ inline uint32_t atomicOr(uint32_t* at, uint32_t bits) {
 inline int atomicAdd(int* at, int value) {
   return on_host::atomic_add(at, value);
 }
+inline int atomicCAS(int* at, int compared, int value) {
+  return on_host::atomic_cas(at, compared, value);
+}
 // A clock that is fast enough for loops that wait; the simulator does not check its memory.
 __attribute__((noinline, no_sanitize("thread"))) inline int64_t clock64() {
   static int64_t now = 0;

@@ -60,6 +60,7 @@ void setmaxnreg(int registers, bool more);
 void store_shared(uint32_t at, const void* from, uint32_t bytes);
 int atomic_add(int* at, int value);
 uint32_t atomic_or(uint32_t* at, uint32_t bits);
+int atomic_cas(int* at, int compared, int value);
 int load_acquire(const int* word);
 void store_release(int* word, int value);
 // Proxy fences of shared memory, and of global memory acquired through flags.

@@ -90,6 +90,9 @@ struct KeyBlock {
   int kv_head;
   RowPlan plan;
   int steps;  // under a dense mask only 0 or 1: none, or some
+#ifdef FASTATTN_TRIAL_BWD_ROTATION
+  int first_row_block;  // of the steps of a head, without a dense mask
+#endif
 };
 
 // A block of rows of a query head, by its index among all of them.
@@ -146,11 +149,23 @@ __device__ __forceinline__ Step with_work(const BackwardArguments& args, const K
 }
 template <class Traits>
 __device__ __forceinline__ Step first_step(const BackwardArguments& args, const KeyBlock& work) {
+#ifdef FASTATTN_TRIAL_BWD_ROTATION
+  if constexpr (!Traits::kDense) {
+    return {0, work.first_row_block};
+  }
+#endif
   return with_work<Traits>(args, work, first_step(work.plan.visited));
 }
 template <class Traits>
 __device__ __forceinline__ Step next_step(const BackwardArguments& args, const KeyBlock& work,
                                           Step step) {
+#ifdef FASTATTN_TRIAL_BWD_ROTATION
+  if constexpr (!Traits::kDense) {
+    const Range visited = work.plan.visited;
+    const int next = (step.row_block > visited.begin ? step.row_block : visited.end) - 1;
+    return {next == work.first_row_block ? step.head + 1 : step.head, next};
+  }
+#endif
   return with_work<Traits>(args, work, next_step(step, work.plan.visited));
 }
 
@@ -179,6 +194,11 @@ __device__ __forceinline__ KeyBlock key_block_of(const BackwardArguments& args, 
                 packing.query_offsets ? kNoEnd : args.queries, Traits::kRows);
   const Range visited = work.plan.visited;
   work.steps = is_empty(visited) ? 0 : args.heads_per_kv * (visited.end - visited.begin);
+#ifdef FASTATTN_TRIAL_BWD_ROTATION
+  // Blocks of keys that are computed at the same time begin at different rows.
+  const int count = larger(visited.end - visited.begin, 1);
+  work.first_row_block = visited.end - 1 - (args.in_order ? 0 : block % count);
+#endif
   if (Traits::kDense && work.steps > 0) {
     work.steps = first_step<Traits>(args, work).head < args.heads_per_kv ? 1 : 0;
   }

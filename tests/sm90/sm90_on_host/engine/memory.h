@@ -173,6 +173,14 @@ ON_HOST_ENTRY uint32_t atomic_or(uint32_t* at, uint32_t bits) {
   return before;
 }
 
+ON_HOST_ENTRY int atomic_cas(int* at, int compared, int value) {
+  touch_atomic(at, ON_HOST_WHERE);
+  yield();
+  const int before = *at;
+  *at = before == compared ? value : before;
+  return before;
+}
+
 ON_HOST_ENTRY int load_acquire(const int* word) {
   const uint32_t where = ON_HOST_WHERE;
   const auto key = std::make_pair(static_cast<const Thread*>(current), word);

@@ -28,6 +28,11 @@ __device__ __forceinline__ int rank_among_visitors(const BackwardArguments& args
 constexpr uint32_t kMaxPolls = 1u << 27;
 #endif
 
+#ifdef FASTATTN_TRIAL_BWD_ROTATION
+// In any order, the semaphore says who stores: the first block of keys whose dQ is ready.
+constexpr int kClaimed = -1, kStored = 1;
+#endif
+
 // The first block of keys stores instead of adding, and the others wait for it: setting the sums to
 // zero first would write and read them once more. They add in any order, or in the order of the
 // keys. Thread blocks draw blocks of keys in this order, so that the one that is waited for is
@@ -47,12 +52,23 @@ __device__ __forceinline__ void add_dq(BackwardStorage<Traits>& shared,
         static_cast<int64_t>(row_block_number(args, work, step)) * Traits::kGroups + group;
     float* to = args.dq_sum + chunk * Traits::kChunkFloats;
     int* semaphore = args.dq_semaphores + chunk;
-    const int rank = rank_among_visitors<Traits>(args, work, step);
+    int rank = rank_among_visitors<Traits>(args, work, step);
     // Polls before dQ is ready: the latency overlaps with the products.
 #ifdef FASTATTN_TRIAL_DQ_LIMIT
     uint32_t polls = 0;
 #endif
+#ifdef FASTATTN_TRIAL_BWD_ROTATION
+    bool ready = false;
+    if (!args.in_order) {
+      ready = ptx::load_acquire(semaphore) == kStored;
+      slot.full.wait(position.phase());
+      rank = ready || atomicCAS(semaphore, 0, kClaimed) != 0 ? kStored : 0;
+      ready = ready || rank == 0;
+    }
+    while (!ready && ptx::load_acquire(semaphore) < rank) {
+#else
     while (ptx::load_acquire(semaphore) < (args.in_order ? rank : smaller(rank, 1))) {
+#endif
 #ifdef FASTATTN_TRIAL_DQ_LIMIT
       if (++polls == kMaxPolls) {
         __trap();

@@ -17,7 +17,11 @@ struct PlannedSteps {
 
   Part& state;
   const RowPlan& plan = state.shared.work.plan;
+#ifdef FASTATTN_TRIAL_BWD_ROTATION
+  int row_block = state.shared.work.first_row_block;
+#else
   int row_block = plan.visited.end - 1;
+#endif
 
   __device__ __forceinline__ bool more() const {
     return static_cast<int>(state.stage.passed) < state.shared.work.steps;

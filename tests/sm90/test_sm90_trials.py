@@ -514,6 +514,25 @@ def test_faults_of_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not injector.undetected((*harmless_of("128 kBounded"), *BY_LAYOUT))
 
 
+class MoreRegisters(OpInjector):
+    """Injects these faults alone."""
+
+    def _injects(self, place: Place) -> bool:
+        return FAULTS[place.fault] == "more registers"
+
+
+def test_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Consumers get all of those that producers leave."""
+    defines = ["ONLY_HEAD_DIM=64", "ONLY_VARIANT=kBounded"]
+    machine = machine_of("sm90_attention_bwd.cpp", "bwd_registers", defines)
+    spec, sample = next((spec, s) for spec, s in backward.CASES if s.name == "causal_gqa_64")
+    _gradients(monkeypatch, machine, spec, sample, bindings.HOST)
+    injector = MoreRegisters(bindings.HOST, bindings.run_simulated, machine)
+    with monkeypatch.context() as patch:
+        bwd_faults._examine(patch, injector, sample)
+    assert len(injector.detected) == 2 and not injector.undetected()
+
+
 # -- the backward: dQ that is no sum ---------------------------------------------------------------
 _ONCE = HostLibrary(
     HERE / "bindings.cpp", sm90, "fastattn_sm90_once", codes=3,
@@ -745,6 +764,7 @@ _COMPILED = {
     "attention_fwd_sm90_bf16_d64_dropout": "fwd_counter,fwd_diagonal",
     "attention_bwd_sm90_bf16_d128_bounded": "bwd_rows,dq_limit",
     "attention_bwd_sm90_bf16_d64_bounded": "bwd_dq_once,bwd_rotation",
+    "attention_bwd_sm90_fp16_d64_bounded": "bwd_registers",
     "ffn_product_sm90_bf16_up": "ffn_dependent",
     "ffn_product_sm90_bf16_dw": "ffn_dependent",
 }
@@ -767,9 +787,11 @@ def test_instance(monkeypatch: pytest.MonkeyPatch, name: str, tmp_path: Path) ->
 
     is_short = "bwd_rows" in _COMPILED[name]
     monkeypatch.setattr(sources, "_compile", of_64_rows if is_short else compiled)
+    configs = sources.BACKWARD_CONFIGS
     if is_short:
-        config = replace(sources.BACKWARD_CONFIGS[128], rows=64)
-        monkeypatch.setitem(sources.BACKWARD_CONFIGS, 128, config)
+        monkeypatch.setitem(configs, 128, replace(configs[128], rows=64))
+    if "bwd_registers" in _COMPILED[name]:
+        monkeypatch.setitem(configs, 64, replace(configs[64], budget=(40, 232)))
     if name.startswith("attention_bwd"):
         sources.test_backward_instance(name, tmp_path)
     elif name.startswith("attention"):

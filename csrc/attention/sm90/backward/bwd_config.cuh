@@ -34,6 +34,11 @@ struct BackwardConfig {
 constexpr BackwardConfig backward_config(int head_dim, Variant variant, bool is_short) {
   switch (head_dim) {
     case 64:  // 499 TFLOP/s; with 232 registers lse could not be read early
+#ifdef FASTATTN_TRIAL_BWD_REGISTERS
+      if (variant == Variant::kBounded) {  // with 232 registers others would spill up to 28 bytes
+        return {2, 128, 2, Split::kKeysAndRows, 40, 232};
+      }
+#endif
       return {2, 128, 2, Split::kKeysAndRows, 24, 240};
     case 128:
       if (is_short) {  // with score modifications, 80 rows would spill up to 76 bytes

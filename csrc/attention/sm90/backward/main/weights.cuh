@@ -100,7 +100,13 @@ template <class Traits>
 struct EarlyLse {
   static constexpr bool kReads =
       Traits::kSplitsKeys && !Traits::kDense && !Traits::kDropout && !Traits::kScores;
-  static constexpr int kPairs = kReads ? Traits::kScoreRows / 8 : 0;
+#ifdef FASTATTN_TRIAL_BWD_REGISTERS
+  // At head dim 64 all of them would spill 40 bytes.
+  static constexpr int kLate = Traits::kConfig.consumer_registers < 240 ? 4 : 0;
+#else
+  static constexpr int kLate = 0;
+#endif
+  static constexpr int kPairs = kReads ? Traits::kScoreRows / 8 - kLate : 0;
   float2 pairs[kReads ? kPairs : 1];
 
   __device__ __forceinline__ explicit EarlyLse(const BackwardPart<Traits>& state) {

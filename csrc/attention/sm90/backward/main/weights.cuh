@@ -125,7 +125,12 @@ __device__ __forceinline__ void weigh(const BackwardPart<Traits>& state,
                                       const EarlyLse<Traits>& early, const KeptBits<Traits>& kept) {
   const float* lse2 = own_lse2(state);
   constexpr bool kHalf = std::is_same_v<typename Traits::Element, __half>;
-  constexpr int kStep = Traits::kDense || Traits::kDropout ? 1 : 8;
+#if defined(FASTATTN_TRIAL_BWD_DQ_ONCE)
+  constexpr bool kMoves = Traits::kHeadDim == 128;  // the compiler, as with dropout: see below
+#else
+  constexpr bool kMoves = false;
+#endif
+  constexpr int kStep = Traits::kDense || Traits::kDropout || kMoves ? 1 : 8;
   float sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < Traits::kScoreRows / 8; ++i) {

@@ -212,7 +212,7 @@ TRIALS = (
     *("ffn_loop", "ffn_dependent"),
     *("fwd_swizzle", "fwd_counter", "fwd_diagonal", "fwd_splits", "fwd_across_tiles"),
     *("fwd_plan", "fwd_skip", "fwd_one_warpgroup"),
-    *("bwd_rows", "bwd_dq_once", "bwd_rotation", "bwd_registers", "dq_limit"),
+    *("bwd_rows", "bwd_dq_once", "bwd_persistent", "bwd_rotation", "bwd_registers", "dq_limit"),
     "norm_rows",
 )
 

@@ -269,6 +269,7 @@ class Backward:
     budget: tuple[int, int]  # registers of producers and consumers
     splits_keys: bool = True
     transposes_dq: bool = True
+    dq_stores: int = 0  # to shared memory as matrices: in the trial bwd_dq_once
 
 
 BACKWARD_CONFIGS = {
@@ -339,7 +340,7 @@ def test_backward_instance(name: str, tmp_path: Path) -> None:
     assert count("UBLKCP") == 2 + pieces + ("dropout" in variant or changed)
     assert count("UBLKRED") == pieces  # the others of a sum
     assert count(r"MEMBAR\.\w+\.GPU") == 1  # the next block of keys waits for it
-    assert count("STSM") == score_rows // 16 * (1 if b.splits_keys else 2)
+    assert count("STSM") == score_rows // 16 * (1 if b.splits_keys else 2) + b.dq_stores
     if biased:
         (dmask,) = (
             code for kernel, code in kernels.items() if "attention_bwd_dmask_kernel" in kernel

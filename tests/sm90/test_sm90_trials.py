@@ -644,7 +644,7 @@ _ROTATION_MUTATIONS = {
         ("bwd_tiles", "next == work.first_row_block", "next == visited.end - 1"),
         ("bwd_tiles", "step.row_block > visited.begin ? step.row_block : visited.end",
          "step.row_block"),
-        ("main/steps", "state.shared.work.first_row_block", "plan.visited.end - 1"),
+        ("main/steps", "state.work().first_row_block", "plan.visited.end - 1"),
     ),
     "256 kMask": _SUM_MUTATIONS,
 }  # fmt: skip
@@ -680,6 +680,63 @@ def test_faults_of_sums_in_any_order(monkeypatch: pytest.MonkeyPatch, instance: 
     ]
     assert not injector.unreached()
     assert not injector.undetected((*backward_faults.HARMLESS, *waits))
+
+
+# -- the backward: persistent thread blocks --------------------------------------------------------
+_PERSISTENT_MUTATIONS: dict[str, tuple[tuple[str, str, str], ...]] = {
+    "64 kBounded": (
+        ("main/bwd_producer", "number < args.order.row_tiles * args.order.heads",
+         "number <= args.order.row_tiles * args.order.heads"),
+        ("main/bwd_producer", "shared.persistent.steps[block.index()] = stage.passed;",
+         "shared.persistent.steps[block.index()] = 0;"),
+        ("main/bwd_producer", "shared.persistent.parity[block.index()] = loaded.phase();",
+         "shared.persistent.parity[block.index()] = 0;"),
+        ("main/bwd_producer", "loaded.advance();", ""),
+        ("main/bwd_producer", "block.advance();", ""),
+        ("main/bwd_producer", "work.steps > 0", "true"),
+        ("main/bwd_consumer", "state.block.advance();", ""),
+        ("main/bwd_consumer", "state.leader && state.work().steps > 0", "state.leader"),
+        ("main/dq", "work.steps > 0 && sums_dq(args)", "true"),
+        ("main/dq", "block.advance();", ""),
+    ),
+    "256 kDropout": (),
+}  # fmt: skip
+_persistent = partial(_backward_of, "bwd_persistent", texts=_PERSISTENT_MUTATIONS)
+
+
+def _two_lengths(D: int, **options: object) -> Sample:
+    """Twelve blocks of keys and more for two thread blocks, some without rows."""
+    return backward._sample(
+        "lengths", D=D, M=140, N=D + 220, H=2, key_lengths=[20, D + 220], **options
+    )
+
+
+class Persistent(OpInjector):
+    """Injects faults of the machine where thread blocks continue."""
+
+    def _injects(self, place: Place) -> bool:
+        new = r"persistent|take_block\(\); __syncwarp|kWarpsPerGroup \+ 1"
+        return place.fault == MUTATION or bool(re.search(new, _lines(self.machine, place.address)))
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("instance", _PERSISTENT_MUTATIONS)
+def test_persistent(monkeypatch: pytest.MonkeyPatch, instance: str, in_order: bool) -> None:
+    machine, _ = _persistent(instance)
+    dropout_p = 0.3 if instance.endswith("kDropout") else 0.0
+    sample = _two_lengths(int(instance.split()[0]), dropout_p=dropout_p)
+    _gradients(monkeypatch, machine, backward.SPEC, sample, bindings.HOST, in_order)
+
+
+def test_faults_of_persistent(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, mutations = _persistent("64 kBounded")
+    injector = Persistent(
+        bindings.HOST, bindings.run_simulated, machine, mutations, later=(RANDOM,)
+    )
+    with monkeypatch.context() as patch:
+        bwd_faults._examine(patch, injector, _two_lengths(64))
+    assert len(injector.detected) > 20 and not injector.unreached()
+    assert not injector.undetected()
 
 
 # -- products of ffn as dependent launches ---------------------------------------------------------
@@ -758,25 +815,27 @@ def test_dw1_waits_for_the_sums_of_parts(monkeypatch: pytest.MonkeyPatch, rows: 
 
 
 # -- compiler output -------------------------------------------------------------------------------
-_COMPILED = {
-    "attention_fwd_sm90_bf16_d64_bounded": "fwd_counter,fwd_plan",
-    "attention_fwd_sm90_bf16_d128_dropout": "fwd_counter,fwd_plan,fwd_skip",
-    "attention_fwd_sm90_bf16_d64_dropout": "fwd_counter,fwd_diagonal",
-    "attention_bwd_sm90_bf16_d128_bounded": "bwd_rows,dq_limit",
-    "attention_bwd_sm90_bf16_d64_bounded": "bwd_dq_once,bwd_rotation",
-    "attention_bwd_sm90_fp16_d64_bounded": "bwd_registers",
-    "ffn_product_sm90_bf16_up": "ffn_dependent",
-    "ffn_product_sm90_bf16_dw": "ffn_dependent",
-}
+_COMPILED = (
+    ("attention_fwd_sm90_bf16_d64_bounded", "fwd_counter,fwd_plan"),
+    ("attention_fwd_sm90_bf16_d128_dropout", "fwd_counter,fwd_plan,fwd_skip"),
+    ("attention_fwd_sm90_bf16_d64_dropout", "fwd_counter,fwd_diagonal"),
+    ("attention_bwd_sm90_bf16_d128_bounded", "bwd_rows,dq_limit"),
+    ("attention_bwd_sm90_bf16_d64_bounded", "bwd_dq_once,bwd_rotation"),
+    ("attention_bwd_sm90_fp16_d64_bounded", "bwd_registers"),
+    ("attention_bwd_sm90_fp16_d128_bounded", "bwd_dq_once"),
+    ("attention_bwd_sm90_fp16_d128_bounded", "bwd_persistent"),
+    ("ffn_product_sm90_bf16_up", "ffn_dependent"),
+    ("ffn_product_sm90_bf16_dw", "ffn_dependent"),
+)
 
 
-@pytest.mark.parametrize("name", _COMPILED)
-def test_instance(monkeypatch: pytest.MonkeyPatch, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "trials"), _COMPILED)
+def test_instance(monkeypatch: pytest.MonkeyPatch, name: str, trials: str, tmp_path: Path) -> None:
     """What test_cuda_sources.py checks of today's forms."""
     today = sources._compile
 
     def compiled(source: str, folder: Path, *_: object) -> tuple[str, dict[str, list[str]]]:
-        return today(source, folder, name, _COMPILED[name])
+        return today(source, folder, name, trials)
 
     def of_64_rows(*arguments: Any) -> tuple[str, dict[str, list[str]]]:
         """The kernels whose last template argument is true."""
@@ -785,12 +844,14 @@ def test_instance(monkeypatch: pytest.MonkeyPatch, name: str, tmp_path: Path) ->
         own = "".join(part for part in parts if "ELb1EE" in part.partition(" for ")[0])
         return first + own, {k: sass for k, sass in kernels.items() if "ELb1EE" in k}
 
-    is_short = "bwd_rows" in _COMPILED[name]
+    is_short = "bwd_rows" in trials
     monkeypatch.setattr(sources, "_compile", of_64_rows if is_short else compiled)
     configs = sources.BACKWARD_CONFIGS
     if is_short:
         monkeypatch.setitem(configs, 128, replace(configs[128], rows=64))
-    if "bwd_registers" in _COMPILED[name]:
+    if "bwd_dq_once" in trials:
+        monkeypatch.setitem(configs, 128, replace(configs[128], dq_stores=5))
+    if "bwd_registers" in trials:
         monkeypatch.setitem(configs, 64, replace(configs[64], budget=(40, 232)))
     if name.startswith("attention_bwd"):
         sources.test_backward_instance(name, tmp_path)

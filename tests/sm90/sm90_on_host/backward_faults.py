@@ -137,7 +137,7 @@ D128: pairs[i] = *reinterpret_cast<const float2*>(lse2 + 8 * i);
     => pairs[i] = *reinterpret_cast<const float2*>(lse2);
 DROPOUT: state.shared.dropout.rows[state.slot()] => state.shared.dropout.rows[0]
 backward/main/bwd_masks.cuh
-contains(state.shared.work.plan.clean, row_block) => true
+contains(state.work().plan.clean, row_block) => true
 state.args.packing.key_offsets => nullptr
 backward/main/bwd_dense.cuh
 DENSE: metadata.flags & kHasDead => false
@@ -230,7 +230,7 @@ DENSE: fmaf(bias, kLog2e, score) => score + bias
 DENSE: here.first_column() + 8 * i + j => here.first_column() + 8 * i
 DENSE: own_bias(state, 0) + sm90::swizzled_offset(row, key / kPieceHalves) => own_bias(state, 0)
 backward/main/steps.cuh
-ONE: static_cast<int>(state.stage.passed) / (plan.visited.end - plan.visited.begin) => 0
+ONE: state.passed() / (plan.visited.end - plan.visited.begin) => 0
 """
 _DISTANCE = r"""
 backward/distance/distance_tiles.cuh

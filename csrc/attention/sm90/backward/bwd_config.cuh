@@ -89,6 +89,14 @@ struct BackwardTraits {
   static constexpr int kDqPieces = kStages > kDoutStages ? 2 : 1;
   static constexpr int kPieceFloats = kChunkFloats / kDqPieces;
 
+#ifdef FASTATTN_TRIAL_BWD_PERSISTENT
+  static constexpr bool kPersistent = !kDense;
+#else
+  static constexpr bool kPersistent = false;
+#endif
+  // Blocks of keys of a thread block at a time: the next one is loaded while dK and dV are stored.
+  static constexpr int kWorks = kPersistent ? 2 : 1;
+
   using RowTile = SharedTile<Element, kRows, kColumns>;
   using KeyTile = SharedTile<Element, kKeys, kColumns>;
   using ScoreTile = SharedTile<Element, kRows, kKeys>;

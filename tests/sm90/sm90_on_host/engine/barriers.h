@@ -132,6 +132,10 @@ ON_HOST_ENTRY void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
 }
 ON_HOST_ENTRY void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   const uint32_t where = ON_HOST_WHERE;
+  // What the thread polls afterwards is for another step.
+  const auto first = told.lower_bound({current, nullptr});
+  told.erase(first, std::find_if(first, told.end(),
+                                 [](const auto& entry) { return entry.first.first != current; }));
   if (commits(Fault::kNoMbarrierWait, where)) {
     return;
   }

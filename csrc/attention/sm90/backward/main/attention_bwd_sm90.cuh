@@ -69,7 +69,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if (Traits::kBias && args.bias_by_tma) {
       ptx::prefetch_tensormap(&args.bias_map);
     }
-    shared.work = key_block_of<Traits>(args, number);
+    if constexpr (Traits::kPersistent) {
+      write_block<Traits>(shared.works[0], args, number);
+    } else {
+      shared.works[0] = key_block_of<Traits>(args, number);
+    }
   }
   __syncthreads();
   ptx::griddepcontrol_launch_dependents();
@@ -77,10 +81,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Traits::kConfig.producer_registers>();
     const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarp, 0);
-    if (shared.work.steps > 0 && warp <= Traits::kGroups && ptx::elect_one()) {
+    const bool works = Traits::kPersistent || shared.works[0].steps > 0;
+    if (works && warp <= Traits::kGroups && ptx::elect_one()) {
       if (warp == 0) {
         load_blocks<Traits>(shared, args);
-      } else if (sums_dq(args)) {
+      } else if (Traits::kPersistent || sums_dq(args)) {
         add_dq<Traits>(shared, args, warp - 1);
       }
     }
@@ -193,7 +198,10 @@ const char* launch_backward(const BackwardProblem& p, cudaStream_t stream) {
     }
   }
   const int row_blocks = args.row_blocks * p.batch * p.heads;
-  const int key_blocks = args.order.row_tiles * args.order.heads;
+  int key_blocks = args.order.row_tiles * args.order.heads;
+  if constexpr (Traits::kPersistent) {
+    key_blocks = std::min(key_blocks, device.multiprocessors);
+  }
   cudaError_t error = launch(attention_bwd_prepare_kernel<Traits>, row_blocks, kPrepareThreads, 0,
                              stream, args, false);
   if (!error) {

@@ -22,7 +22,7 @@ __device__ __forceinline__ void fetch_elements(const BackwardPart<Traits>& state
   constexpr int kPieceKeys = sm90::kPieceBytes / sizeof(Word);
   constexpr int kRowKeys = sm90::kRowBytes / sizeof(Word);
   const BackwardArguments& args = state.args;
-  const KeyBlock& work = state.shared.work;
+  const KeyBlock& work = state.work();
   const DenseMask& mask = args.mask;
   const int head = work.kv_head * args.heads_per_kv + metadata_of(state).step.head;
   const int own_key = state.thread.warp * kLineKeys + state.thread.lane % kLineKeys;

@@ -59,6 +59,27 @@ struct BackwardConsumer {
   }
 
   __device__ __forceinline__ void run() {
+    if constexpr (Traits::kPersistent) {
+#pragma unroll 1
+      while (true) {
+        shared.persistent.slots[state.block.index()].full.wait(state.block.phase());
+        if (state.work().steps < 0) {
+          return;
+        }
+        take_block();
+        __syncwarp();
+        if (state.thread.lane == 0) {
+          shared.persistent.slots[state.block.index()].empty.arrive();
+        }
+        state.block.advance();
+      }
+    } else {
+      take_block();
+    }
+  }
+
+  // A block of keys.
+  __device__ __forceinline__ void take_block() {
     clear(rDk);
     clear(rDv);
     if constexpr (Traits::kDense) {
@@ -75,14 +96,19 @@ struct BackwardConsumer {
   // Adds all steps to dK, dV and dQ.
   template <class Steps>
   __device__ __forceinline__ void take(Steps steps) {
-    if (shared.work.steps > 0) {
+    if (state.work().steps > 0) {
       hash_keys(state);
-      shared.kv_full.wait(0);
+      shared.kv_full.wait(state.kv_parity());
       steps.clear_keys();
     }
 #pragma unroll 1
     while (steps.more()) {
       next_step(steps);
+    }
+    if constexpr (Traits::kPersistent) {
+      if (state.leader && state.work().steps > 0) {
+        shared.persistent.kv_empty.arrive();
+      }
     }
   }
 

@@ -37,7 +37,7 @@ __device__ __forceinline__ RowBits<Traits> row_bits(const BackwardPart<Traits>& 
                 "a warpgroup's rows are one word");
   const BackwardArguments& args = state.args;
   const MaskLayout& layout = args.mask.layout;
-  const KeyBlock& work = state.shared.work;
+  const KeyBlock& work = state.work();
   const int head = work.kv_head * args.heads_per_kv + metadata_of(state).step.head;
   // Keys past the end read the last one.
   const uint32_t* bits =
@@ -59,7 +59,7 @@ __device__ __forceinline__ RowBits<Traits> row_bits(const BackwardPart<Traits>& 
 template <class Traits>
 __device__ __forceinline__ bool has_row(const BackwardPart<Traits>& state, int own_key) {
   const BackwardArguments& args = state.args;
-  const KeyBlock& work = state.shared.work;
+  const KeyBlock& work = state.work();
   const MaskLayout& layout = args.mask.layout;
   const int key = work.first_key + own_key;
   if (key >= work.sequence.keys) {

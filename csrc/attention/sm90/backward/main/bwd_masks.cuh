@@ -17,7 +17,7 @@ __device__ __forceinline__ void mask_operands(const BackwardPart<Traits>& state,
                                               int row_block, RowsOf rows_of) {
   constexpr uint32_t kLowHalf = 0xFFFF;
   const AccumulatorThread here = state.thread_here();
-  const KeyBlock& work = state.shared.work;
+  const KeyBlock& work = state.work();
   const int origin = row_block * Traits::kRows + state.first_score_row() + here.first_column();
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -55,12 +55,12 @@ __device__ __forceinline__ void clear_outside(Tile& tile, Range live) {
 template <class Traits>
 __device__ __forceinline__ void clear_dead_keys(const BackwardPart<Traits>& state) {
   constexpr int kKeys = Traits::kKeys;
-  const Range live = state.shared.work.plan.keys;
+  const Range live = state.work().plan.keys;
   // TMA has zero-filled keys past the end of the tensor, but after a packed sequence it has loaded
   // keys of the next one.
   const int rows = state.args.packing.key_offsets
                        ? kKeys
-                       : smaller(state.args.keys - state.shared.work.first_key, kKeys);
+                       : smaller(state.args.keys - state.work().first_key, kKeys);
   if (live.begin > 0 || live.end < rows) {
     for (auto* tile : {&state.shared.k, &state.shared.v}) {
       clear_outside(*tile, live);
@@ -72,11 +72,11 @@ __device__ __forceinline__ void clear_dead_keys(const BackwardPart<Traits>& stat
 // Called when Q has been loaded.
 template <class Traits>
 __device__ __forceinline__ void clear_dead_rows(const BackwardPart<Traits>& state, int row_block) {
-  if (contains(state.shared.work.plan.clean, row_block)) {
+  if (contains(state.work().plan.clean, row_block)) {
     return;
   }
   const int first_row = row_block * Traits::kRows;
-  const Sequence& sequence = state.shared.work.sequence;
+  const Sequence& sequence = state.work().sequence;
   const Range live = rows_of_some({0, sequence.keys}, sequence.bounds, sequence.queries);
   const Range rows = {larger(live.begin - first_row, 0),
                       smaller(live.end - first_row, Traits::kRows)};

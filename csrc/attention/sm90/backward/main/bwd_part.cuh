@@ -32,6 +32,7 @@ struct BackwardPart {
   // warpgroup.
   const bool leader;
   RingPosition<Traits::kStages> stage;
+  RingPosition<Traits::kWorks> block = {};
 
   __device__ __forceinline__ BackwardPart(BackwardStorage<Traits>& storage,
                                           const BackwardArguments& arguments, int warpgroup)
@@ -42,6 +43,20 @@ struct BackwardPart {
                static_cast<int>(threadIdx.x) % kWarp},
         leader(threadIdx.x % kWarpgroup == 0) {}
 
+  __device__ __forceinline__ const KeyBlock& work() const { return shared.works[block.index()]; }
+  // Steps of this block of keys so far.
+  __device__ __forceinline__ int passed() const {
+    if constexpr (Traits::kPersistent) {
+      return static_cast<int>(stage.passed) - shared.persistent.steps[block.index()];
+    }
+    return static_cast<int>(stage.passed);
+  }
+  __device__ __forceinline__ uint32_t kv_parity() const {
+    if constexpr (Traits::kPersistent) {
+      return shared.persistent.parity[block.index()];
+    }
+    return 0;
+  }
   // The slot of Q and of what is loaded with it, and that of dO and dS.
   __device__ __forceinline__ int slot() const { return stage.index(); }
   __device__ __forceinline__ RingPosition<Traits::kDoutStages> dout_stage() const {
@@ -56,11 +71,13 @@ struct BackwardPart {
   }
   __device__ __forceinline__ int first_own_chunk() const { return group * Traits::kGroupChunks; }
 
-  // With an additive mask, score modifications, or a mask and dropout there are no registers for
-  // values derived from the lane: pinned, they are recomputed where they are needed.
+  // With an additive mask, score modifications, persistent thread blocks, or a mask and dropout
+  // there are no registers for values derived from the lane: pinned, they are recomputed where they
+  // are needed.
   __device__ __forceinline__ AccumulatorThread thread_here() const {
     uint32_t lane[] = {static_cast<uint32_t>(thread.lane)};
-    if constexpr (Traits::kBias || Traits::kScores || (Traits::kDense && Traits::kDropout)) {
+    if constexpr (Traits::kBias || Traits::kScores || Traits::kPersistent ||
+                  (Traits::kDense && Traits::kDropout)) {
       ptx::pin(lane);
     }
     return {thread.warp, static_cast<int>(lane[0])};

@@ -14,16 +14,26 @@ __device__ __forceinline__ void load_row_values(Buffer& to, const float* from, B
   to.load(from, full);
 }
 
-// One thread.
+// Block of keys `number`, or negative steps: there are no more.
 template <class Traits>
-__device__ __forceinline__ void load_blocks(BackwardStorage<Traits>& shared,
-                                            const BackwardArguments& args) {
-  const KeyBlock& work = shared.work;
+__device__ __forceinline__ void write_block(KeyBlock& work, const BackwardArguments& args,
+                                            int number) {
+  if (number < args.order.row_tiles * args.order.heads) {
+    work = key_block_of<Traits>(args, number);
+  } else {
+    work.steps = -1;
+  }
+}
+
+// One thread: a block of keys with steps, and what it visits.
+template <class Traits>
+__device__ __forceinline__ void load_block(BackwardStorage<Traits>& shared,
+                                           const BackwardArguments& args, const KeyBlock& work,
+                                           RingPosition<Traits::kStages>& stage) {
   const Sequence& sequence = work.sequence;
   const int key = sequence.key_origin + work.first_key;
   shared.k.load(&args.k_map, shared.kv_full, key, work.kv_head, sequence.entry, ptx::kEvictFirst);
   shared.v.load(&args.v_map, shared.kv_full, key, work.kv_head, sequence.entry, ptx::kEvictFirst);
-  RingPosition<Traits::kStages> stage;
   Step step = first_step<Traits>(args, work);
 #pragma unroll 1
   while (step.head < args.heads_per_kv) {
@@ -66,6 +76,40 @@ __device__ __forceinline__ void load_blocks(BackwardStorage<Traits>& shared,
 
     stage.advance();
     step = next;
+  }
+}
+
+// One thread.
+template <class Traits>
+__device__ __forceinline__ void load_blocks(BackwardStorage<Traits>& shared,
+                                            const BackwardArguments& args) {
+  RingPosition<Traits::kStages> stage;
+  if constexpr (!Traits::kPersistent) {
+    load_block(shared, args, shared.works[0], stage);
+  } else {
+    // The next block of keys is drawn when this one has been loaded. It waits for earlier ones
+    // alone (dq.cuh), and thread blocks compute theirs in order: one of them can always continue.
+    RingPosition<Traits::kWorks> block;
+    RingPosition<1> loaded;
+#pragma unroll 1
+    while (true) {
+      const KeyBlock& work = shared.works[block.index()];
+      shared.persistent.steps[block.index()] = stage.passed;
+      shared.persistent.parity[block.index()] = loaded.phase();
+      shared.persistent.slots[block.index()].full.arrive();
+      if (work.steps < 0) {
+        break;
+      }
+      if (work.steps > 0) {
+        shared.persistent.kv_empty.wait(loaded.phase() ^ 1);
+        loaded.advance();
+        load_block(shared, args, work, stage);
+      }
+      block.advance();
+      const int number = atomicAdd(args.counter, 1);
+      shared.persistent.slots[block.index()].empty.wait(block.phase() ^ 1);
+      write_block<Traits>(shared.works[block.index()], args, number);
+    }
   }
 }
 

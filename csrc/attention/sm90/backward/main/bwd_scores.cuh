@@ -13,7 +13,7 @@ template <class Traits>
 __device__ __forceinline__ const float* own_biases(const BackwardPart<Traits>& state, int head,
                                                    int row_block) {
   const BackwardArguments& args = state.args;
-  const KeyBlock& work = state.shared.work;
+  const KeyBlock& work = state.work();
   const Sequence& sequence = work.sequence;
   const float* biases =
       biases_of(args, args.modifications, sequence.number, work.kv_head * args.heads_per_kv + head,

@@ -93,6 +93,22 @@ struct BiasBarriers {
 template <class Traits>
 struct BiasBarriers<Traits, false> {};
 
+// The trial bwd_persistent.
+//   slots[i].full   load warp, after the block of keys in works[i]      1      0  all other roles
+//   slots[i].empty  every warp of consumers and every dQ warp,   5 kGroups     1  load warp
+//                   when it has finished with the block of keys
+//   kv_empty        every consumer, after its last products        kGroups     1  load warp
+template <class Traits, bool kPersistent = Traits::kPersistent>
+struct WorkBarriers {
+  Slot slots[Traits::kWorks];
+  Barrier kv_empty;
+  // Of blocks of keys before the one in works[i]: steps, and the parity of those with steps.
+  int steps[Traits::kWorks];
+  uint32_t parity[Traits::kWorks];
+};
+template <class Traits>
+struct WorkBarriers<Traits, false> {};
+
 template <class Traits>
 struct BackwardStorage {
   typename Traits::KeyTile k, v;
@@ -108,10 +124,11 @@ struct BackwardStorage {
   Barrier dout_empty;
   Slot dq_slots[Traits::kGroups];
   Barrier passed;
-  KeyBlock work;
+  KeyBlock works[Traits::kWorks];
   DropoutRows<Traits> dropout;
   StepMetadataRing<Traits> dense;
   BiasBarriers<Traits> bias;
+  WorkBarriers<Traits> persistent;
 
   // The buffer of 64 keys of an additive mask, or of the first or second 32 of them.
   __device__ __forceinline__ char* bias_place(int stage, int keys_group, int half) {
@@ -148,6 +165,13 @@ __device__ __forceinline__ void init_barriers(BackwardStorage<Traits>& shared) {
     if (Traits::kSplitsKeys) {
       shared.bias.scores_read.init(Traits::kGroups);
     }
+  }
+  if constexpr (Traits::kPersistent) {
+    for (Slot& slot : shared.persistent.slots) {
+      slot.full.init(1);
+      slot.empty.init(Traits::kGroups * (kWarpsPerGroup + 1));
+    }
+    shared.persistent.kv_empty.init(Traits::kGroups);
   }
   shared.passed.init(1);
   shared.passed.arrive();

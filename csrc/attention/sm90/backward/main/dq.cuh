@@ -38,13 +38,12 @@ constexpr int kClaimed = -1, kStored = 1;
 // keys. Thread blocks draw blocks of keys in this order, so that the one that is waited for is
 // already running.
 template <class Traits>
-__device__ __forceinline__ void add_dq(BackwardStorage<Traits>& shared,
-                                       const BackwardArguments& args, int group) {
+__device__ __forceinline__ void add_block(BackwardStorage<Traits>& shared,
+                                          const BackwardArguments& args, const KeyBlock& work,
+                                          int group, RingPosition<1>& position) {
   constexpr int kBytes = Traits::kPieceFloats * sizeof(float);
-  const KeyBlock& work = shared.work;
   const uint32_t from = shared.dq[group].address();
   Slot& slot = shared.dq_slots[group];
-  RingPosition<1> position;
   Step step = first_step<Traits>(args, work);
 #pragma unroll 1
   while (step.head < args.heads_per_kv) {
@@ -95,6 +94,30 @@ __device__ __forceinline__ void add_dq(BackwardStorage<Traits>& shared,
       ptx::store_release(semaphore, rank + 1);
     }
     step = next_step<Traits>(args, work, step);
+  }
+}
+
+template <class Traits>
+__device__ __forceinline__ void add_dq(BackwardStorage<Traits>& shared,
+                                       const BackwardArguments& args, int group) {
+  RingPosition<1> position;
+  if constexpr (!Traits::kPersistent) {
+    add_block(shared, args, shared.works[0], group, position);
+  } else {
+    RingPosition<Traits::kWorks> block;
+#pragma unroll 1
+    while (true) {
+      const KeyBlock& work = shared.works[block.index()];
+      shared.persistent.slots[block.index()].full.wait(block.phase());
+      if (work.steps < 0) {
+        break;
+      }
+      if (work.steps > 0 && sums_dq(args)) {
+        add_block(shared, args, work, group, position);
+      }
+      shared.persistent.slots[block.index()].empty.arrive();
+      block.advance();
+    }
   }
   ptx::cp_async_bulk_wait_group();
 }

@@ -22,7 +22,7 @@ __device__ __forceinline__ void write_dq(const BackwardPart<Traits>& state,
   if (!view.data) {
     return;
   }
-  const KeyBlock& work = state.shared.work;
+  const KeyBlock& work = state.work();
   const int first_row =
       step.row_block * Traits::kRows + (Traits::kTransposesDq ? 0 : state.group * kMmaRows);
   Element* to = static_cast<Element*>(view.data) + work.sequence.entry * view.batch_stride +

@@ -41,7 +41,7 @@ __device__ __forceinline__ void write_gradient(const BackwardPart<Traits>& state
   if (!view.data) {
     return;
   }
-  const KeyBlock& work = state.shared.work;
+  const KeyBlock& work = state.work();
   const Sequence& sequence = work.sequence;
   const int key = work.first_key + state.first_own_key() + state.thread.upper_row();
   const int column = Traits::kSplitsKeys ? 0 : state.group * BackwardPart<Traits>::kOwnColumns;

@@ -16,28 +16,26 @@ struct PlannedSteps {
   using Part = BackwardPart<Traits>;
 
   Part& state;
-  const RowPlan& plan = state.shared.work.plan;
+  const RowPlan& plan = state.work().plan;
 #ifdef FASTATTN_TRIAL_BWD_ROTATION
-  int row_block = state.shared.work.first_row_block;
+  int row_block = state.work().first_row_block;
 #else
   int row_block = plan.visited.end - 1;
 #endif
 
-  __device__ __forceinline__ bool more() const {
-    return static_cast<int>(state.stage.passed) < state.shared.work.steps;
-  }
+  __device__ __forceinline__ bool more() const { return state.passed() < state.work().steps; }
   // Called when K and V have been loaded, if there is a step.
   __device__ __forceinline__ void clear_keys() const { clear_dead_keys(state); }
   // Called when Q has been loaded.
   __device__ __forceinline__ void open() { clear_dead_rows(state, row_block); }
   // Also between `close` and the release of Q.
   __device__ __forceinline__ Step step() const {
-    const int passed = state.stage.passed, count = plan.visited.end - plan.visited.begin;
+    const int passed = state.passed(), count = plan.visited.end - plan.visited.begin;
     return {passed / count, plan.visited.end - 1 - passed % count};
   }
   // Called when the scores have been computed: their biases by distance, and a mask.
   __device__ __forceinline__ const float* biases() const {
-    const int head = static_cast<int>(state.stage.passed) / (plan.visited.end - plan.visited.begin);
+    const int head = state.passed() / (plan.visited.end - plan.visited.begin);
     return own_biases(state, head, row_block);
   }
   __device__ __forceinline__ void add_mask(typename Part::Scores&) const {}
@@ -62,7 +60,7 @@ struct ListedSteps {
   using Part = BackwardPart<Traits>;
 
   Part& state;
-  bool last = state.shared.work.steps == 0;  // there are no more
+  bool last = state.work().steps == 0;  // there are no more
 
   __device__ __forceinline__ bool more() const { return !last; }
   __device__ __forceinline__ void clear_keys() const { clear_keys_without_rows(state); }
@@ -85,7 +83,7 @@ struct ListedSteps {
   __device__ __forceinline__ void mask(typename Part::ScoreOperand& rP,
                                        typename Part::ScoreOperand& rDs) const {
     // Classes do not cover keys past the end.
-    const KeyBlock& work = state.shared.work;
+    const KeyBlock& work = state.work();
     if (is_changed(state) || work.first_key + Traits::kKeys > work.sequence.keys) {
       const int row_block = metadata_of(state).step.row_block;
       mask_operands(state, rP, rDs, row_block,

@@ -20,7 +20,7 @@ __device__ __forceinline__ void hash_keys(const BackwardPart<Traits>& state) {
     if (!drops<Traits>(state.args.dropout)) {
       return;
     }
-    const int key = state.shared.work.first_key + state.first_own_key() + state.thread.upper_row();
+    const int key = state.work().first_key + state.first_own_key() + state.thread.upper_row();
     state.shared.dropout.columns[state.group][dropout::lattice_unit(state.thread.upper_row())] =
         column_key(state.args.dropout, dropout::lattice_unit(key));
     __syncwarp();
@@ -125,7 +125,7 @@ __device__ __forceinline__ void weigh(const BackwardPart<Traits>& state,
                                       const EarlyLse<Traits>& early, const KeptBits<Traits>& kept) {
   const float* lse2 = own_lse2(state);
   constexpr bool kHalf = std::is_same_v<typename Traits::Element, __half>;
-#if defined(FASTATTN_TRIAL_BWD_DQ_ONCE)
+#if defined(FASTATTN_TRIAL_BWD_DQ_ONCE) || defined(FASTATTN_TRIAL_BWD_PERSISTENT)
   constexpr bool kMoves = Traits::kHeadDim == 128;  // the compiler, as with dropout: see below
 #else
   constexpr bool kMoves = false;

@@ -824,6 +824,7 @@ _COMPILED = (
     ("attention_bwd_sm90_fp16_d64_bounded", "bwd_registers"),
     ("attention_bwd_sm90_fp16_d128_bounded", "bwd_dq_once"),
     ("attention_bwd_sm90_fp16_d128_bounded", "bwd_persistent"),
+    ("attention_bwd_sm90_bf16_d64_bounded", "bwd_persistent"),
     ("ffn_product_sm90_bf16_up", "ffn_dependent"),
     ("ffn_product_sm90_bf16_dw", "ffn_dependent"),
 )

@@ -126,7 +126,8 @@ __device__ __forceinline__ void weigh(const BackwardPart<Traits>& state,
   const float* lse2 = own_lse2(state);
   constexpr bool kHalf = std::is_same_v<typename Traits::Element, __half>;
 #if defined(FASTATTN_TRIAL_BWD_DQ_ONCE) || defined(FASTATTN_TRIAL_BWD_PERSISTENT)
-  constexpr bool kMoves = Traits::kHeadDim == 128;  // the compiler, as with dropout: see below
+  // The compiler moves some there, too, see below.
+  constexpr bool kMoves = Traits::kHeadDim == 128 || Traits::kPersistent;
 #else
   constexpr bool kMoves = false;
 #endif

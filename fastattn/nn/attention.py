@@ -329,7 +329,14 @@ def rotated_heads(
 def project(
     module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, checked: bool = False
 ) -> tuple[Tensor, ...]:
-    """q, k and v as heads; inputs that are the same tensor share one matrix product.
+    """`project_each` as heads `[B, H, S, D]`."""
+    return tuple(as_heads(module, x) for x in project_each(module, query, key, value, checked))
+
+
+def project_each(
+    module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, checked: bool = False
+) -> tuple[Tensor, ...]:
+    """q, k and v `[..., H, D]`; inputs that are the same tensor share one matrix product.
 
     checked: as in `fusion.linear`.
     """
@@ -343,7 +350,8 @@ def project(
     found: tuple[Tensor, ...] = ()
     if len(parts) == 1 or (packed and sharding_of(module) is not SINGLE):
         for part in parts:
-            found += project_heads(module, *part, checked)
+            y = project_in(module, *part, checked)
+            found += (y.squeeze(-3),) if part[2] == 1 else y.unbind(-3)
         return found
     heads = module.num_heads, module.head_dim
     sizes = [count * heads[0] * heads[1] for _, _, count in parts]
@@ -356,31 +364,10 @@ def project(
     for (x, _, count), weight, part_bias in zip(parts, weights, biases, strict=False):
         y = linear(x, weight, part_bias, checked=checked)
         if count == 1:
-            found += (_heads(module, y.view(*y.shape[:-1], *heads)),)
-        else:
-            found += _as_heads(module, y.view(*y.shape[:-1], count, *heads))
+            found += (y.view(*y.shape[:-1], *heads),)
+        else:  # not of permuted heads: the backward copies the gradients once, into y's order
+            found += y.view(*y.shape[:-1], count, *heads).unbind(-3)
     return found
-
-
-def project_heads(
-    module: nn.MultiheadAttention, x: Tensor, first: int, count: int, checked: bool = False
-) -> tuple[Tensor, ...]:
-    """`project_in` as heads: `count` tensors `[B, H, S, D]`."""
-    return _as_heads(module, project_in(module, x, first, count, checked))
-
-
-def _as_heads(module: nn.MultiheadAttention, y: Tensor) -> tuple[Tensor, ...]:
-    """y `[..., count, H, D]` as `count` tensors `[B, H, S, D]`."""
-    # Not of permuted heads: the backward copies the gradients once, into the order of y.
-    parts = (y.squeeze(-3),) if y.shape[-3] == 1 else y.unbind(-3)
-    return tuple(_heads(module, part) for part in parts)
-
-
-def project_each(
-    module: nn.MultiheadAttention, x: Tensor, first: int, count: int
-) -> tuple[Tensor, ...]:
-    """`project_in` as `count` tensors `[..., H, D]`."""
-    return project_in(module, x, first, count).unbind(-3)
 
 
 def project_in(
@@ -631,7 +618,7 @@ def batch_and_length(module: nn.MultiheadAttention, x: Tensor) -> tuple[int, int
     return (x.shape[0], x.shape[1]) if module.batch_first else (x.shape[1], x.shape[0])
 
 
-def _heads(module: nn.MultiheadAttention, x: Tensor) -> Tensor:
+def as_heads(module: nn.MultiheadAttention, x: Tensor) -> Tensor:
     """A projection `[..., H, D]` in the module's layout as `[B, H, S, D]`, without a copy."""
     if x.dim() == 3:
         return x.transpose(0, 1)[None]

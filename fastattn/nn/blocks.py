@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from fastattn import functional
 from fastattn.nn.attention import (
+    as_heads,
     attend,
     attention_context,
     is_plain,
     is_supported,
     merge_heads,
-    project_heads,
     project_in,
 )
 from fastattn.nn.decoding import DecoderCache, LayerCache, Step
@@ -367,7 +367,7 @@ def decoder_layer_step(
         return merge_heads(self_attn, heads, 3)
 
     def attend_memory(y: Tensor) -> Tensor:
-        (q,) = project_heads(cross_attn, y, 0, 1)
+        q = as_heads(cross_attn, project_in(cross_attn, y, 0, 1).squeeze(-3))
         k, v = past.memory_heads()
         dead: dict[str, Any] = {"mask": cache.memory_mask, "key_lengths": cache.memory_lengths}
         return merge_heads(cross_attn, attend(cross_attn, q, k, v, streams, **dead), 3)

@@ -184,11 +184,7 @@ def packed_context(
     streams: DropoutStreams,
 ) -> Tensor:
     """The context of `attention`, before its output projection: y `[T, E]`, memory `[S, E]`."""
-    if y is memory:
-        q, k, v = project_each(attention, y, 0, 3)  # [T, H, D]
-    else:
-        (q,) = project_each(attention, y, 0, 1)
-        k, v = project_each(attention, memory, 1, 2)
+    q, k, v = project_each(attention, y, memory, memory)  # [T, H, D]
     scores: dict[str, Any] = {}
     if (positions := positions_of(attention)) is not None:
         q, k = positions.rotated(q, k, queries.positions)

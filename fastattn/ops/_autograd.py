@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
+from torch._prims_common import is_contiguous_or_false
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
@@ -158,11 +159,16 @@ def gradient_like(like: Tensor | None, needed: bool, other: Tensor) -> Tensor:
         return other.new_empty(0)
     if like.dim() == 0:
         return torch.empty_like(like)
-    if like.stride(-1) == 1 and not like.is_contiguous():
+    if like.stride(-1) == 1 and not _is_contiguous(like):
         gradient = torch.empty_like(like)
         if gradient.stride(-1) == 1:  # unless the input overlaps itself
             return gradient
     return torch.empty_like(like, memory_format=torch.contiguous_format)
+
+
+def _is_contiguous(x: Tensor) -> bool:
+    """False for a tensor in a graph whose sizes, which depend on data, may be 0."""
+    return x.is_contiguous() if type(x.numel()) is int else is_contiguous_or_false(x)
 
 
 _registering = threading.Lock()

@@ -310,13 +310,29 @@ def check_mask(
     check_device("mask", mask, device)
     fits = mask.dim() <= 4
     for size, wanted in zip(reversed(mask.shape), (N, M, H, B), strict=False):
-        fits = fits and (size == 1 or size == wanted)
+        fits = fits and is_size(size, wanted, 1)
     if not fits:
         raise ValueError(f"mask must be broadcastable to {[B, H, M, N]}, got {sizes(mask)}")
     mask = in_four_dimensions(mask)
     if tiles is not None:
         check_mask_tiles(tiles, mask)
     return mask, tiles
+
+
+def is_size(size: int, wanted: int, *others: int) -> bool:
+    """Whether a size is one of those given. In compiled code, a size that depends on data must be
+    `wanted` if it is not known to be another, which is checked when the graph runs.
+    """
+    if not torch.compiler.is_compiling():
+        return size == wanted or size in others
+    from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
+
+    if any(guard_or_false(size == other) for other in others):
+        return True
+    if not guard_or_true(size == wanted):
+        return False
+    torch._check(size == wanted)
+    return True
 
 
 def check_mask_dtype(mask: Any) -> None:

@@ -57,6 +57,7 @@ from fastattn._arguments import check_holds_values as check_holds_values
 from fastattn._arguments import check_tensor as check_tensor
 from fastattn._arguments import fits_linear as fits_linear
 from fastattn._arguments import is_on_host as is_on_host
+from fastattn._arguments import is_size as is_size
 from fastattn._arguments import lengths_tensor as lengths_tensor
 from fastattn._arguments import overrides_functions as overrides_functions
 from fastattn._arguments import plain_sizes as plain_sizes

@@ -292,7 +292,7 @@ def _attention_of_sdpa(
         or attn_mask.device != query.device
         or not 2 <= attn_mask.dim() <= 4
         or not all(
-            size in (1, wanted)
+            functional.is_size(size, wanted, 1)
             for size, wanted in zip(reversed(attn_mask.shape), (N, M, H, B), strict=False)
         )
     ):

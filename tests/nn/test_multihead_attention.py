@@ -229,3 +229,30 @@ def test_weights_under_vmap(average):
     found = torch.vmap(function)(xs)
     for a, b in zip(found, zip(*map(function, xs), strict=True), strict=True):
         torch.testing.assert_close(a, torch.stack(b))
+
+
+class _DataDependentSizes(nn.Module):
+    """Chosen sequences, then a padding mask as long as the longest of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = fnn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        padding = torch.arange(lengths.max().item()) >= lengths[:, None]
+        y, _ = self.attention(x, x, x, padding, need_weights=False)
+        chosen = y[lengths > 2]
+        return y.sum() + self.attention(chosen, chosen, chosen, chosen[..., 0] > 1)[0].sum()
+
+
+def test_sizes_that_depend_on_data() -> None:
+    model, lengths = _DataDependentSizes(), torch.tensor([5, 2, 3])
+    x = torch.randn(3, 5, 16)
+    options = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
+    with torch._dynamo.config.patch(options):
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x, lengths), model(x, lengths))
+        with pytest.raises(RuntimeError, match="u0"):
+            compiled(x, lengths - 1)  # padding of four tokens for five
+    program = torch.export.export(model, (x, lengths))
+    torch.testing.assert_close(program.module()(x, lengths), model(x, lengths))

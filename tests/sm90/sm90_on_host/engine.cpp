@@ -7,6 +7,7 @@
 #include "engine.h"
 
 #include <cstdint>
+#include <map>
 #include <string>
 #include <utility>
 
@@ -40,11 +41,12 @@ void on_host_record(int yes) {
 }
 // The places where faults can be injected, found so far: kind, address and count of each.
 int on_host_sites(uint32_t* result, int most) {
+  const std::map<uint64_t, int> sorted(on_host::sites.begin(), on_host::sites.end());
   int count = 0;
-  for (const auto& [site, times] : on_host::sites) {
+  for (const auto& [site, times] : sorted) {
     if (count < most) {
-      result[3 * count] = static_cast<uint32_t>(site.first);
-      result[3 * count + 1] = site.second;
+      result[3 * count] = static_cast<uint32_t>(site >> 32);
+      result[3 * count + 1] = static_cast<uint32_t>(site);
       result[3 * count + 2] = static_cast<uint32_t>(times);
     }
     ++count;

@@ -101,7 +101,7 @@ void start_load(Load load) {
   load.clock = snapshot(*current);
   load.clock->segments |= 1u << block.segment;
   load.clock->known[block.segment][load.actor] = when;
-  load.clock->fenced[block.segment][load.actor] = when;
+  load.clock->fence(block.segment, load.actor, when);
   for (uint32_t piece = 0; piece * kStep < load.bytes; ++piece) {
     load.pieces.push_back(piece);
   }
@@ -275,7 +275,7 @@ ON_HOST_ENTRY void bulk_wait_group(int pending, bool read_only) {
     // PTX ISA, async proxy: a bulk copy that is complete has a proxy fence behind it.
     uint32_t& writes = thread.clock->known[segment][writer];
     writes = std::max(writes, counters[segment][writer] - later);
-    thread.clock->fenced[segment][writer] = writes;
+    thread.clock->fence(segment, writer, writes);
   }
   ++thread.version;
 }

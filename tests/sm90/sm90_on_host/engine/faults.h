@@ -2,8 +2,7 @@
 #pragma once
 
 #include <cstdint>
-#include <map>
-#include <utility>
+#include <unordered_map>
 
 #include "engine.h"
 
@@ -68,12 +67,12 @@ enum class Fault {
 };
 Fault fault = Fault::kNone;
 uint32_t fault_where = 0;
-std::map<std::pair<int, uint32_t>, int> sites;
+std::unordered_map<uint64_t, int> sites;  // of a kind << 32 and a place
 bool records_sites = false;
 
 bool commits(Fault kind, uint32_t where) {
   if (records_sites) {
-    ++sites[{static_cast<int>(kind), where}];
+    ++sites[uint64_t{static_cast<uint32_t>(kind)} << 32 | where];
   }
   return kind == fault && where == fault_where;
 }

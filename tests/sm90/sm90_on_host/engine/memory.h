@@ -232,7 +232,7 @@ ON_HOST_ENTRY void fence_proxy_async() {
     return;
   }
   Thread& thread = *current;
-  thread.clock->fenced[thread.block->segment][thread.index] = now(thread);
+  thread.clock->fence(thread.block->segment, thread.index, now(thread));
   tick(thread);
 }
 // Nothing here writes global memory itself before its own asynchronous operations see it.

@@ -26,8 +26,12 @@ class Shadow {
   explicit Shadow(bool crowds) : crowds_(crowds) { clear_pools(); }
   void resize(size_t bytes) { cells_.resize(bytes / kCellBytes); }
   void clear() {
-    std::fill(cells_.begin(), cells_.end(), Cell());
-    clear_pools();
+    if (first_ < end_) {
+      std::fill(cells_.begin() + first_, cells_.begin() + end_, Cell());
+      clear_pools();
+    }
+    first_ = UINT32_MAX;
+    end_ = 0;
   }
 
   // strict: memory that has not been written must not be read.
@@ -76,6 +80,8 @@ class Shadow {
   Conflict visit(uint32_t at, uint32_t bytes, Visit one) {
     Conflict first;
     const uint32_t end = at + bytes;
+    first_ = std::min(first_, at / kCellBytes);
+    end_ = std::max(end_, (end + kCellBytes - 1) / kCellBytes);
     while (at < end && !first.what) {
       Cell& cell = cells_[at / kCellBytes];
       const uint32_t stop = std::min(end, (at / kCellBytes + 1) * kCellBytes);
@@ -207,6 +213,7 @@ class Shadow {
 
   const bool crowds_;
   std::vector<Cell> cells_;
+  uint32_t first_ = UINT32_MAX, end_ = 0;  // cells that were accessed
   std::vector<Parts> parts_;
   std::vector<std::unique_ptr<Crowd>> crowds_of_;
   std::vector<uint32_t> free_crowds_;

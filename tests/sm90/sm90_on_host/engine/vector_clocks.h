@@ -30,30 +30,46 @@ inline void take_later(uint32_t (&times)[kActors], const uint32_t (&others)[kAct
 // which its ordinary writes are visible to asynchronous readers as well; and up to which its reads
 // have ended.
 struct Clock {
-  uint32_t segments = 0;  // which have anything in them
-  uint32_t grids = 0;     // everything of launches before this one
+  // Segments that have anything in them, in `fenced` and in `read`.
+  uint32_t segments = 0, fences = 0, reads = 0;
+  uint32_t grids = 0;  // everything of launches before this one
   uint32_t known[kSegments][kActors], fenced[kSegments][kActors], read[kSegments][kActors];
 
   void clear() {
     for (int s = 0; s < kSegments; ++s) {
       if (segments >> s & 1) {
         std::memset(known[s], 0, sizeof(known[s]));
+      }
+      if (fences >> s & 1) {
         std::memset(fenced[s], 0, sizeof(fenced[s]));
+      }
+      if (reads >> s & 1) {
         std::memset(read[s], 0, sizeof(read[s]));
       }
     }
-    segments = grids = 0;
+    segments = fences = reads = grids = 0;
   }
   void join(const Clock& other) {
     for (int s = 0; s < kSegments; ++s) {
       if (other.segments >> s & 1) {
         take_later(known[s], other.known[s]);
+      }
+      if (other.fences >> s & 1) {
         take_later(fenced[s], other.fenced[s]);
+      }
+      if (other.reads >> s & 1) {
         take_later(read[s], other.read[s]);
       }
     }
     segments |= other.segments;
+    fences |= other.fences;
+    reads |= other.reads;
     grids = std::max(grids, other.grids);
+  }
+  // The ordinary writes of an actor up to this time are visible to asynchronous readers.
+  void fence(int segment, int actor, uint32_t time) {
+    fences |= 1u << segment;
+    fenced[segment][actor] = time;
   }
   void copy(const Clock& other) {
     clear();

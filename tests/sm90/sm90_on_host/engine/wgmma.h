@@ -263,6 +263,7 @@ ON_HOST_ENTRY void wgmma_wait_group(int pending) {
   thread.clock->known[segment][kFirstWgmma + group] = queue.base + thread.completed;
   if (products) {
     take_later(thread.clock->read[segment], queue.reads[products - 1]->times);
+    thread.clock->reads |= 1u << segment;
   }
   ++thread.version;
 }

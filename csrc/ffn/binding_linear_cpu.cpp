@@ -100,7 +100,7 @@ using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
 ThreeTensors linear_bwd_out(Tensor dy, std::optional<Tensor> x, std::optional<Tensor> w,
                             std::vector<bool> needs, Tensor dx, Tensor dw, Tensor db) {
   STD_TORCH_CHECK(needs.size() == 3 && dy.dim() >= 1, "needs must have 3 entries, dy a dimension");
-  STD_TORCH_CHECK((w || !needs[0]) && (x || !needs[1]), "dx needs w, and dw needs x");
+  STD_TORCH_CHECK((w || dx.numel() == 0) && (x || dw.numel() == 0), "dx needs w, and dw needs x");
   dy = readable_rows(dy);
   x = x ? std::optional(readable(*x)) : x;
   w = w ? std::optional(readable(*w)) : w;

@@ -92,6 +92,17 @@ def _outputs_and_gradients(rows: int) -> list[Tensor]:
 
 
 @needs_library
+def test_a_gradient_without_its_operand_is_refused() -> None:
+    dy, needs = torch.zeros(2, 3), [False, False, False]
+    none, result = torch.empty(0), torch.empty(3, 3)
+    for results in ((result, none), (none, result)):
+        with pytest.raises(RuntimeError, match="dx needs w, and dw needs x"):
+            torch.ops.fastattn.linear_bwd.out(
+                dy, None, None, needs, dx=results[0], dw=results[1], db=none
+            )
+
+
+@needs_library
 @pytest.mark.parametrize("rows", [1, 20, 205])
 def test_threads_change_no_bit(rows: int) -> None:
     assert_threads_change_no_bit(lambda: _outputs_and_gradients(rows))

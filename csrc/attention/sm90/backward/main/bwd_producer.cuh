@@ -88,7 +88,7 @@ __device__ __forceinline__ void load_blocks(BackwardStorage<Traits>& shared,
     load_block(shared, args, shared.works[0], stage);
   } else {
     // The next block of keys is drawn when this one has been loaded. It waits for earlier ones
-    // alone (dq.cuh), and thread blocks compute theirs in order: one of them can always continue.
+    // alone (dq.cuh), and thread blocks take blocks of keys in order: one can always continue.
     RingPosition<Traits::kWorks> block;
     RingPosition<1> loaded;
 #pragma unroll 1

@@ -102,7 +102,7 @@ template <class Traits, bool kPersistent = Traits::kPersistent>
 struct WorkBarriers {
   Slot slots[Traits::kWorks];
   Barrier kv_empty;
-  // Of blocks of keys before the one in works[i]: steps, and the parity of those with steps.
+  // Steps of all blocks of keys before the one in works[i], and the parity of those with steps.
   int steps[Traits::kWorks];
   uint32_t parity[Traits::kWorks];
 };

@@ -103,7 +103,7 @@ struct SharedStorage {
   DropoutKeys<Traits> dropout;
   BlockMetadataRing<Traits> dense;
 #ifdef FASTATTN_TRIAL_FWD_PLAN
-  // Of the tiles in the queue.
+  // Plans of all warpgroups for the tiles in the queue.
   BlockPlan plans[TileQueue::kSlots][Traits::kGroups];
 #endif
 };

@@ -26,10 +26,10 @@ __device__ __forceinline__ void write_block(KeyBlock& work, const BackwardArgume
 }
 
 // One thread: a block of keys with steps, and what it visits.
-template <class Traits>
+template <class Traits, class Position>
 __device__ __forceinline__ void load_block(BackwardStorage<Traits>& shared,
                                            const BackwardArguments& args, const KeyBlock& work,
-                                           RingPosition<Traits::kStages>& stage) {
+                                           Position stage) {
   const Sequence& sequence = work.sequence;
   const int key = sequence.key_origin + work.first_key;
   shared.k.load(&args.k_map, shared.kv_full, key, work.kv_head, sequence.entry, ptx::kEvictFirst);
@@ -83,10 +83,11 @@ __device__ __forceinline__ void load_block(BackwardStorage<Traits>& shared,
 template <class Traits>
 __device__ __forceinline__ void load_blocks(BackwardStorage<Traits>& shared,
                                             const BackwardArguments& args) {
-  RingPosition<Traits::kStages> stage;
+  using Position = RingPosition<Traits::kStages>;
   if constexpr (!Traits::kPersistent) {
-    load_block(shared, args, shared.works[0], stage);
+    load_block<Traits, Position>(shared, args, shared.works[0], {});
   } else {
+    Position stage;
     // The next block of keys is drawn when this one has been loaded. It waits for earlier ones
     // alone (dq.cuh), and thread blocks take blocks of keys in order: one can always continue.
     RingPosition<Traits::kWorks> block;
@@ -103,7 +104,7 @@ __device__ __forceinline__ void load_blocks(BackwardStorage<Traits>& shared,
       if (work.steps > 0) {
         shared.persistent.kv_empty.wait(loaded.phase() ^ 1);
         loaded.advance();
-        load_block(shared, args, work, stage);
+        load_block<Traits, Position&>(shared, args, work, stage);
       }
       block.advance();
       const int number = atomicAdd(args.counter, 1);

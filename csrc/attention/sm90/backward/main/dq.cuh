@@ -37,10 +37,10 @@ constexpr int kClaimed = -1, kStored = 1;
 // zero first would write and read them once more. They add in any order, or in the order of the
 // keys. Thread blocks draw blocks of keys in this order, so that the one that is waited for is
 // already running.
-template <class Traits>
+template <class Traits, class Position>
 __device__ __forceinline__ void add_block(BackwardStorage<Traits>& shared,
                                           const BackwardArguments& args, const KeyBlock& work,
-                                          int group, RingPosition<1>& position) {
+                                          int group, Position position) {
   constexpr int kBytes = Traits::kPieceFloats * sizeof(float);
   const uint32_t from = shared.dq[group].address();
   Slot& slot = shared.dq_slots[group];
@@ -100,10 +100,10 @@ __device__ __forceinline__ void add_block(BackwardStorage<Traits>& shared,
 template <class Traits>
 __device__ __forceinline__ void add_dq(BackwardStorage<Traits>& shared,
                                        const BackwardArguments& args, int group) {
-  RingPosition<1> position;
   if constexpr (!Traits::kPersistent) {
-    add_block(shared, args, shared.works[0], group, position);
+    add_block<Traits, RingPosition<1>>(shared, args, shared.works[0], group, {});
   } else {
+    RingPosition<1> position;
     RingPosition<Traits::kWorks> block;
 #pragma unroll 1
     while (true) {
@@ -113,7 +113,7 @@ __device__ __forceinline__ void add_dq(BackwardStorage<Traits>& shared,
         break;
       }
       if (work.steps > 0 && sums_dq(args)) {
-        add_block(shared, args, work, group, position);
+        add_block<Traits, RingPosition<1>&>(shared, args, work, group, position);
       }
       shared.persistent.slots[block.index()].empty.arrive();
       block.advance();

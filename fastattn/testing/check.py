@@ -10,6 +10,7 @@ have the properties.
 
 import argparse
 import contextlib
+import copy
 import dataclasses
 import functools
 import os
@@ -73,8 +74,10 @@ def check_sample(
             **details,
         )
 
+    inputs = sample.inputs(device, oracle.dtype)
+
     def make() -> Inputs:
-        return sample.inputs(device, oracle.dtype)
+        return copy.deepcopy(inputs)
 
     def run(
         inputs: Inputs, douts: tuple[Tensor, ...] | None = None, *, deterministic: bool = False

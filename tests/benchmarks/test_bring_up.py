@@ -127,7 +127,8 @@ def test_a_stage_that_left_cases_out_is_unfinished(tmp_path: Path) -> None:
 
 
 INTERRUPTED = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have switched it off
 sys.path[:0] = {folders!r}
 import test_bring_up
 test_bring_up.replace_stages(check="hangs")

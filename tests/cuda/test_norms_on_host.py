@@ -62,7 +62,7 @@ OWN["add_layer_norm"] += [
     _own("add_layer_norm", "plain_sum", "no dropout, no x_bias: the norm's own backward", (9, 520)),
     _own("add_layer_norm", "wide_sum", "two strips", (3, 8200), x_bias=True),
 ]  # fmt: skip
-# In bf16, with all properties. The others are for test-all, in one dtype each: the widths of the
+# In fp32, with all properties. The others are for test-all, in one dtype each: the widths of the
 # three ops in different ones.
 QUICK = {
     "layer_norm": ("odd_width", "columns_256", "columns_1000"),
@@ -76,7 +76,7 @@ def _cases(quick: bool) -> list[Any]:
     for first, op in enumerate(SPECS.values()):
         for number, sample in enumerate((*op.samples, *OWN[op.name]), first):
             if sample.name in QUICK[op.name] if quick else sample.name != "wide_row":  # but "parts"
-                dtype = BF16 if quick else sample.dtypes[number % len(sample.dtypes)]
+                dtype = FP32 if quick else sample.dtypes[number % len(sample.dtypes)]
                 name = f"{op.name}-{sample.name}-{str(dtype)[6:]}"
                 found.append(pytest.param(op, sample, dtype, id=name))
     return found

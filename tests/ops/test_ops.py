@@ -34,8 +34,9 @@ from fastattn.testing.spec import ErrorSample, Inputs, OpSpec, Sample
 
 # -- values ---------------------------------------------------------------------------------------
 def _samples() -> list[Any]:
-    """`torch` runs the same code for fp16 as for bf16: slow, to save time. The oracle compares with
-    the results of the reference in each dtype: it is judged in fp32 alone.
+    """`torch` runs the same code for fp16 as for bf16, and others differ in conversions: to save
+    time, slow in fp16, for others every second sample. The oracle compares with the results of the
+    reference in each dtype: it is judged in fp32 alone.
     """
     cases = []
     for (op, spec), dtype in itertools.product(SPECS.items(), DTYPES.values()):
@@ -43,10 +44,11 @@ def _samples() -> list[Any]:
         early = [b for b in backends_of(op) if b not in late]
         if dtype != torch.float32:
             early.remove("reference")
-        for sample in spec.samples:
+        for number, sample in enumerate(spec.samples):
             if dtype in sample.dtypes:
                 id = f"{op}-{sample.name}-{str(dtype)[6:]}"
-                cases.append(pytest.param(spec, sample, dtype, early, id=id))
+                marks = [pytest.mark.slow] * (dtype == torch.float16 and number % 2)
+                cases.append(pytest.param(spec, sample, dtype, early, id=id, marks=marks))
                 for b in late:
                     case = (spec, sample, dtype, [b])
                     cases.append(pytest.param(*case, id=f"{id}-{b}", marks=pytest.mark.slow))

@@ -329,6 +329,7 @@ _NAMES = [
 
 
 @runs
+@pytest.mark.slow
 @pytest.mark.parametrize("spec, sample, change, options", _CALLS, ids=_NAMES)
 def test_cache_tells_calls_apart_by_options(spec, sample, change, options):
     key = spec.name, *options
@@ -342,6 +343,7 @@ _CHECKED: set[tuple[str, ...]] = set()
 
 
 @interpreted
+@pytest.mark.slow
 def test_cache_tells_calls_apart_by_strides() -> None:
     options = {"mask": "min BHMN", "key_lengths": "per query", "query_lengths": [20, 7]}
     call = _backward_call(_padded(**options, H=1, alibi="BH"), FP32)
@@ -595,6 +597,7 @@ def test_refusals() -> None:
 
 # -- tuning ---------------------------------------------------------------------------------------
 @runs
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 @pytest.mark.parametrize("feature", ["causal", "both_lengths", "mask", "dropout"])
 def test_tuning_rejects_wrong_results(direction, feature, monkeypatch):

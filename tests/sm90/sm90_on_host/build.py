@@ -128,8 +128,9 @@ class Machine:
         self.library.on_host_order(self.order)
         message = entry(*arguments)
         failure = self.library.on_host_failure()
-        if failure is not None:
-            return self.located(failure.decode()) if self.place is None else failure.decode()
+        if failure is not None:  # a fault may have written over its text
+            text = failure.decode(errors="replace")
+            return self.located(text) if self.place is None else text
         return None if message is None else message.decode()
 
     def inject(self, place: Place | None) -> None:

@@ -29,10 +29,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fastattn import functional
 from fastattn.integrations import foreign_attention
 from fastattn.integrations.plain_syntax import Syntax, plain_syntax
-from fastattn.integrations.sdpa import ATTENTION_MODE, answering
+from fastattn.integrations.sdpa import ATTENTION_MODE, Answering, answering
 from fastattn.nn import norm
 from fastattn.nn.conversion import names, script_original
-from fastattn.nn.fusion import is_plain_tensor
+from fastattn.nn.fusion import is_plain_tensor, weight_and_bias
 
 Forward = Callable[..., Tensor]
 # Attribute of a position on the device: the number of positions of its cache, which bounds it.
@@ -380,6 +380,9 @@ _ANY = {
 }
 
 
+_ATTRIBUTES = {"shape": "normalized_shape", "weight": "weight", "bias": "bias", "eps": "eps"}
+
+
 class _Norm:
     """The attributes of a module that the functions of `fastattn.nn.norm` read."""
 
@@ -395,9 +398,13 @@ def _wrapped(kind: Any, published: str) -> Forward:
     computed = norm.rms_norm if rms else norm.layer_norm
     paths = found
     if "super()" in published:
-        paths = {"shape": "normalized_shape", "weight": "weight", "bias": "bias", "eps": "eps"}
+        paths = dict(_ATTRIBUTES)
     steps = {name: path.split(".") for name, path in paths.items() if path is not None}
     number = None if (text := found.get("number")) is None else float(text)
+    # In fp32 a norm that reads the attributes of torch's is computed as torch's.
+    is_plain = not any(found.get(f"{name}_cast") for name in _ATTRIBUTES) and all(
+        paths.get(name) == path for name, path in _ATTRIBUTES.items() if name != "bias" or not rms
+    )
 
     def read(self: Any, name: str, default: Any = None) -> Any:
         return functools.reduce(getattr, steps[name], self) if name in steps else default
@@ -410,7 +417,11 @@ def _wrapped(kind: Any, published: str) -> Forward:
 
     def forward(self: Any, x: Tensor) -> Tensor:
         y = None
-        if is_plain_tensor(x) and x.dtype in _DTYPES and x.dim() > 0:
+        if is_plain and type(x) is Tensor and x.dtype is torch.float32:
+            affine = (self.weight,) if rms else weight_and_bias(self)
+            if all(p is None or p.dtype is torch.float32 for p in affine):
+                y = computed(self, x)
+        elif is_plain_tensor(x) and x.dtype in _DTYPES and x.dim() > 0:
             weight, bias = parameter(self, "weight", x), None if rms else parameter(self, "bias", x)
             shape = read(self, "shape", x.shape[-1:])
             wider = torch.float32 if casts else x.dtype
@@ -422,7 +433,7 @@ def _wrapped(kind: Any, published: str) -> Forward:
                 y = computed(_Norm(shape, weight, bias, read(self, "eps", number)), x)
         if y is None:
             return kind.forward(self, x)  # type: ignore[no-any-return]
-        return y.to(x.dtype) if restores else y
+        return y.to(x.dtype) if restores and y.dtype is not x.dtype else y
 
     return forward
 
@@ -448,22 +459,33 @@ for _published in (f"def forward(self, x): return {result}" for result in _RESUL
 
 
 # -- attention ------------------------------------------------------------------------------------
-def _with_attention(kind: Any) -> Forward:
-    original, answered = kind.forward, None
-    values = map(original.__globals__.get, original.__code__.co_names)
-    others = [f for f in (*_methods(kind), *values) if type(f) is types.FunctionType]
-    used = (names(f.__code__) for f in others if f is not original)
-    if not any("scaled_dot_product_attention" in each for each in used):
-        tree = _tree(original)
-        answered = None if tree is None else answering(original, tree)
+def _with_attention(kind: Any) -> dict[str, Any]:
+    """The methods that call scaled_dot_product_attention, with another name for it; `forward`
+    within a mode if others call it, too, or the code is not simple.
+    """
+    own = list(_methods(kind))
+    called = [f.__globals__.get(name) for f in own for name in f.__code__.co_names]
+    methods: dict[str, Any] = {}
+    for function in (*own, *(f for f in called if type(f) is types.FunctionType)):
+        if "scaled_dot_product_attention" in names(function.__code__):
+            name, tree, answered = function.__name__, _tree(function), None
+            if tree is not None and inspect.getattr_static(kind, name, None) is function:
+                answered = answering(function, tree)
+            if answered is None:
+                return {"forward": _answered(kind, "forward")}
+            methods[name] = _answered(kind, name, answered)
+    return methods or {"forward": _answered(kind, "forward")}
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if answered is not None and answered.is_valid(kind.forward):
+
+def _answered(kind: Any, name: str, answered: Answering | None = None) -> Forward:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        published = getattr(kind, name)
+        if answered is not None and answered.is_valid(published):
             return answered.function(self, *args, **kwargs)
         with ATTENTION_MODE:
-            return kind.forward(self, *args, **kwargs)
+            return published(self, *args, **kwargs)
 
-    return forward
+    return method
 
 
 def _methods(kind: Any) -> Iterator[types.FunctionType]:
@@ -509,7 +531,6 @@ def drop_in(kind: Any, was_seen: bool = False) -> type[nn.Module] | None:
 
 @functools.cache
 def _made(kind: Any, has_sdpa: bool) -> type[nn.Module] | None:
-    original = kind.forward
     for published, make in _FORMS:
         if _has_code(kind, published):
             methods: dict[str, Any] = {"forward": make(kind)}
@@ -522,8 +543,9 @@ def _made(kind: Any, has_sdpa: bool) -> type[nn.Module] | None:
         else:
             if not has_sdpa:
                 return None
-            methods = {"forward": _with_attention(kind)}
-    script_original(functools.wraps(original)(methods["forward"]), original)
+            methods = _with_attention(kind)
+    for name, method in methods.items():
+        script_original(functools.wraps(getattr(kind, name))(method), getattr(kind, name))
 
     def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
         _, _, *state = super(made, self).__reduce_ex__(protocol)

@@ -286,43 +286,50 @@ CALLERS = {
 }  # fmt: skip
 
 
-def _caller(tmp_path: Any, returned: str) -> Any:
-    """A class with this forward, whose source can be read."""
+def _caller(tmp_path: Any, returned: str, name: str = "forward") -> Any:
+    """A class with this method, whose source can be read."""
     path = tmp_path / "caller.py"
     path.write_text(
-        f"def forward(self, q, calls, /):\n    calls.append(modes())\n    return {returned}\n"
+        f"def {name}(self, q, calls, /):\n    calls.append(modes())\n    return {returned}\n"
     )
     modes = torch._C._len_torch_function_stack  # type: ignore[attr-defined]
     sdpa = {"scaled_dot_product_attention": F.scaled_dot_product_attention}
     known = {**globals(), "modes": modes, **sdpa}
     exec(compile(path.read_text(), str(path), "exec"), known)
     linecache.checkcache(str(path))
-    return type("Caller", (nn.Module,), {"forward": known["forward"]})
+    methods = {"forward": lambda self, *args: getattr(self, name)(*args)}
+    return type("Caller", (nn.Module,), methods | {name: known[name]})
 
 
+@pytest.mark.parametrize("name", ["forward", "attend"])
 @pytest.mark.parametrize("returned", CALLERS)
-def test_how_sdpa_is_found(returned: str, tmp_path: Any) -> None:
-    module, q, calls = _caller(tmp_path, returned)(), torch.randn(2, 3, 7, 8), []  # type: ignore[var-annotated]
+def test_how_sdpa_is_found(returned: str, name: str, tmp_path: Any) -> None:
+    module, q = _caller(tmp_path, returned, name)(), torch.randn(2, 3, 7, 8)
+    calls: list[int] = []
     expected = module(q, calls)
-    fastattn.patch(module, quiet=True)
+    fastattn.patch(module, quiet=True, example=None if name == "forward" else ((q, []), {}))
     answers, by_mode = CALLERS[returned]
     assert ops_of(module, q, calls) == (["attention_fwd"] if answers else [])
-    assert calls == [0, by_mode]
+    assert calls == [
+        0,
+        by_mode and (answers or name == "forward"),
+    ]  # others were not seen to call it
     torch.testing.assert_close(module(q, calls), expected, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("place", [F, "globals", "forward", "code"])
-def test_what_is_replaced_afterwards_runs(place, tmp_path, monkeypatch):
-    """Another package may replace the function, the name by which it is found, or the forward."""
-    kind, q = _caller(tmp_path, "F.scaled_dot_product_attention(q, q, q)"), torch.randn(2, 3, 7, 8)
-    module = kind()
-    fastattn.patch(module, quiet=True)
-    if place == "forward":
-        kind.forward = lambda self, q, calls: q
+@pytest.mark.parametrize("name", ["forward", "attend"])
+@pytest.mark.parametrize("place", [F, "globals", "method", "code"])
+def test_what_is_replaced_afterwards_runs(place, name, tmp_path, monkeypatch):
+    """Another package may replace the function, the name by which it is found, or the method."""
+    kind = _caller(tmp_path, "F.scaled_dot_product_attention(q, q, q)", name)
+    module, q = kind(), torch.randn(2, 3, 7, 8)
+    fastattn.patch(module, quiet=True, example=None if name == "forward" else ((q, []), {}))
+    if place == "method":
+        setattr(kind, name, lambda self, q, calls: q)
     elif place == "code":
-        kind.forward.__code__ = (lambda self, q, calls: q).__code__
+        getattr(kind, name).__code__ = (lambda self, q, calls: q).__code__
     elif place == "globals":
-        kind.forward.__globals__["F"] = own
+        getattr(kind, name).__globals__["F"] = own
     else:
         monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *qkv: qkv[0])
     assert torch.equal(module(q, []), 2.0 * q if place == "globals" else q)

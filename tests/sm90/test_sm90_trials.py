@@ -700,15 +700,29 @@ _PERSISTENT_MUTATIONS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("main/dq", "block.advance();", ""),
     ),
     "256 kDropout": (),
+    "64 kMaskDropout": (
+        ("main/dense_loads", "classes_of<Traits>(args, work, step.head)",
+         "classes_of<Traits>(args, shared.works[0], step.head)"),
+        ("main/bwd_producer", "next.head == args.heads_per_kv", "false"),
+    ),
+    "128 kBias": (
+        ("main/dense_loads", "work.first_key * halves", "shared.works[0].first_key * halves"),
+        ("main/dense_loads", "layout.batches > 1 ? work.sequence.number : 0",
+         "layout.batches > 1 ? shared.works[0].sequence.number : 0"),
+    ),
+    "256 kBias": (),
 }  # fmt: skip
 _persistent = partial(_backward_of, "bwd_persistent", texts=_PERSISTENT_MUTATIONS)
 
 
-def _two_lengths(D: int, **options: object) -> Sample:
+def _two_lengths(instance: str) -> Sample:
     """Twelve blocks of keys and more for two thread blocks, some without rows."""
+    D, variant = int(instance.split()[0]), instance.split()[1]
+    masks = {"64 kMaskDropout": "rows BHMN", "128 kBias": "fp32 BHMN", "256 kBias": "float BHMN"}
     return backward._sample(
-        "lengths", D=D, M=140, N=D + 220, H=2, key_lengths=[20, D + 220], **options
-    )
+        "lengths", D=D, M=140, N=D + 220, H=2, key_lengths=[20, D + 220],
+        dropout_p=0.3 * variant.endswith("Dropout"), mask=masks.get(instance),
+    )  # fmt: skip
 
 
 class Persistent(OpInjector):
@@ -723,18 +737,18 @@ class Persistent(OpInjector):
 @pytest.mark.parametrize("instance", _PERSISTENT_MUTATIONS)
 def test_persistent(monkeypatch: pytest.MonkeyPatch, instance: str, in_order: bool) -> None:
     machine, _ = _persistent(instance)
-    dropout_p = 0.3 if instance.endswith("kDropout") else 0.0
-    sample = _two_lengths(int(instance.split()[0]), dropout_p=dropout_p)
+    sample = _two_lengths(instance)
     _gradients(monkeypatch, machine, backward.SPEC, sample, bindings.HOST, in_order)
 
 
-def test_faults_of_persistent(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine, mutations = _persistent("64 kBounded")
+@pytest.mark.parametrize("instance", ["64 kBounded", "64 kMaskDropout", "128 kBias"])
+def test_faults_of_persistent(monkeypatch: pytest.MonkeyPatch, instance: str) -> None:
+    machine, mutations = _persistent(instance)
     injector = Persistent(
         bindings.HOST, bindings.run_simulated, machine, mutations, later=(RANDOM,)
     )
     with monkeypatch.context() as patch:
-        bwd_faults._examine(patch, injector, _two_lengths(64))
+        bwd_faults._examine(patch, injector, _two_lengths(instance))
     assert len(injector.detected) > 20 and not injector.unreached()
     assert not injector.undetected()
 

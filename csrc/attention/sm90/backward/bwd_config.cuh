@@ -90,7 +90,8 @@ struct BackwardTraits {
   static constexpr int kPieceFloats = kChunkFloats / kDqPieces;
 
 #ifdef FASTATTN_TRIAL_BWD_PERSISTENT
-  static constexpr bool kPersistent = !kDense;
+  // There it would spill.
+  static constexpr bool kPersistent = !(kHeadDim == 128 && kVariant == Variant::kBiasDropout);
 #else
   static constexpr bool kPersistent = false;
 #endif

@@ -46,7 +46,7 @@ __device__ __forceinline__ void load_block(BackwardStorage<Traits>& shared,
     q_slot.empty.wait(stage.phase() ^ 1);
     const Step next = next_step<Traits>(args, work, step);
     if constexpr (Traits::kDense) {
-      write_metadata<Traits>(shared, args, stage, step, next.head == args.heads_per_kv);
+      write_metadata<Traits>(shared, args, work, stage, step, next.head == args.heads_per_kv);
     }
     if constexpr (Traits::kDropout) {
       if (drops<Traits>(args.dropout)) {
@@ -70,7 +70,7 @@ __device__ __forceinline__ void load_block(BackwardStorage<Traits>& shared,
     load_row_values(shared.delta[dout_stage.index()], args.delta + row_offset, dout_full);
     if constexpr (Traits::kBias) {
       if (args.bias_by_tma) {
-        load_bias<Traits>(shared, args, stage);
+        load_bias<Traits>(shared, args, work, stage);
       }
     }
 

@@ -7,13 +7,13 @@
 
 namespace fastattn::attention {
 
-// One thread, when the slot of Q is empty. last: of all steps.
+// One thread, when the slot of Q is empty. last: of the block of keys.
 template <class Traits>
 __device__ __forceinline__ void write_metadata(BackwardStorage<Traits>& shared,
-                                               const BackwardArguments& args,
+                                               const BackwardArguments& args, const KeyBlock& work,
                                                RingPosition<Traits::kStages> stage, Step step,
                                                bool last) {
-  const BlockClass& now = classes_of<Traits>(args, shared.works[0], step.head)[step.row_block];
+  const BlockClass& now = classes_of<Traits>(args, work, step.head)[step.row_block];
   shared.dense.metadata[stage.index()] = {
       step, last, now.flags, {now.live[0], now.live[1], now.live[2], now.live[3]}};
 }
@@ -21,10 +21,9 @@ __device__ __forceinline__ void write_metadata(BackwardStorage<Traits>& shared,
 // One thread: loads an additive mask for the groups of keys whose scores it changes.
 template <class Traits>
 __device__ __forceinline__ void load_bias(BackwardStorage<Traits>& shared,
-                                          const BackwardArguments& args,
+                                          const BackwardArguments& args, const KeyBlock& work,
                                           RingPosition<Traits::kStages> stage) {
   constexpr int kKeyGroups = Traits::kKeys / kMaskRows;
-  const KeyBlock& work = shared.works[0];
   const StepMetadata& metadata = shared.dense.metadata[stage.index()];
   const MaskLayout& layout = args.mask.layout;
   const int halves = is_wide(args.mask) ? 2 : 1;

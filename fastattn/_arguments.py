@@ -136,13 +136,13 @@ def runs_eagerly() -> bool:
 def fits_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether `linear` surely takes these as they are, by one test, in eager code."""
     return (
-        are_plain(x, weight, bias)
+        runs_eagerly()
+        and are_plain(x, weight, bias)
         and weight is not None
         and x.dim() > 0
         and len(rows := weight.shape) == 2
         and x.shape[-1] == rows[1]
         and (bias is None or bias.shape == rows[:1])
-        and runs_eagerly()
     )
 
 
@@ -152,7 +152,8 @@ def plain_sizes(q: Any, k: Any, v: Any) -> tuple[int, ...] | None:
     of heads.
     """
     if (
-        type(q) is type(k) is type(v) is Tensor
+        not _is_compiling()  # sizes may depend on data
+        and type(q) is type(k) is type(v) is Tensor
         and not (q.is_nested or k.is_nested or v.is_nested)
         and q.layout is k.layout is v.layout is _DENSE
         and q.is_cpu
@@ -166,7 +167,6 @@ def plain_sizes(q: Any, k: Any, v: Any) -> tuple[int, ...] | None:
         )
         and ((of_v := v.shape) == of_k or of_v[:-1] == of_k[:-1])
         and not _autocasts()
-        and not _is_compiling()
     ):
         return of_q
     return None
@@ -176,12 +176,11 @@ def check_attention_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, i
     """The sizes B, H, M, D, N."""
     check_qkv(q, k, v, _LAYOUTS)
     (B, H, M, D), (key_B, K, N, key_D) = q.shape, k.shape
-    if key_B != B:
+    if not is_size(key_B, B):
         raise ValueError(f"k must have q's batch size {B}, got {key_B}")
     if key_D != D or (H != K and (K == 0 or H % K != 0)):
         check_heads(H, K, D, key_D, _layout_hint(q, k))
-    value_B, value_K, value_N, _ = v.shape
-    if value_B != B or value_K != K or value_N != N:
+    if not is_shape(v.shape[:3], (B, K, N)):
         raise ValueError(f"v must be [{B}, {K}, {N}, E] like k, got {sizes(v)}")
     return B, H, M, D, N
 
@@ -217,7 +216,7 @@ def check_varlen_inputs(
         if offsets.dtype != torch.int32 or offsets.dim() != 1 or offsets.shape[0] < 1:
             raise ValueError(f"{name} must be int32 [B + 1], got {offsets.dtype} {sizes(offsets)}")
         check_device(name, offsets, q.device)
-    if cu_seqlens_k.shape != cu_seqlens_q.shape:
+    if not is_shape(cu_seqlens_k.shape, cu_seqlens_q.shape):
         raise ValueError(
             f"cu_seqlens_k must have cu_seqlens_q's shape {sizes(cu_seqlens_q)}, "
             f"got {sizes(cu_seqlens_k)}"
@@ -335,6 +334,13 @@ def is_size(size: int, wanted: int, *others: int) -> bool:
     return True
 
 
+def is_shape(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Whether all sizes are those wanted, as `is_size` compares them."""
+    if not torch.compiler.is_compiling():
+        return shape == wanted
+    return len(shape) == len(wanted) and all(map(is_size, shape, wanted))
+
+
 def check_mask_dtype(mask: Any) -> None:
     check_tensor("mask", mask)
     check_holds_values("mask", mask)
@@ -417,7 +423,7 @@ def check_lengths(
         check_tensor(name, lengths)
     if lengths.dtype not in _INTEGERS:
         raise TypeError(f"{name} must be int32 or int64, got {lengths.dtype}")
-    if all(lengths.shape != shape for shape in shapes):
+    if not any(is_shape(lengths.shape, shape) for shape in shapes):
         wanted = " or ".join(str(list(shape)) for shape in shapes)
         raise ValueError(f"{name} must be {wanted}, got {sizes(lengths)}")
     check_device(name, lengths, device)
@@ -501,7 +507,7 @@ def causal_code(
     query_lengths: Tensor | None = None,
 ) -> int:
     if causal is True:
-        if M != N:
+        if not is_size(M, N):
             raise ValueError(
                 f"causal=True is ambiguous for {M} queries and {N} keys: "
                 'pass "top_left" or "bottom_right"'
@@ -600,7 +606,7 @@ def check_parameter(name: str, parameter: Tensor | None, x: Tensor) -> None:
 
 def check_linear_weights(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     _check_same_kind(x, ("weight", weight), ("bias", bias))
-    if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+    if weight.dim() != 2 or not is_size(weight.shape[1], x.shape[-1]):
         raise ValueError(f"weight must be [E, {x.shape[-1]}] to fit x, got {sizes(weight)}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias must be [{weight.shape[0]}], got {sizes(bias)}")

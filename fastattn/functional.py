@@ -57,6 +57,7 @@ from fastattn._arguments import check_holds_values as check_holds_values
 from fastattn._arguments import check_tensor as check_tensor
 from fastattn._arguments import fits_linear as fits_linear
 from fastattn._arguments import is_on_host as is_on_host
+from fastattn._arguments import is_shape as is_shape
 from fastattn._arguments import is_size as is_size
 from fastattn._arguments import lengths_tensor as lengths_tensor
 from fastattn._arguments import overrides_functions as overrides_functions
@@ -655,7 +656,7 @@ def add_layer_norm(
         refuse_unknown(add_layer_norm, unknown)
     check_rows("x", x)
     check_rows("residual", residual)
-    if residual.shape != x.shape:
+    if not is_shape(residual.shape, x.shape):
         raise ValueError(f"residual must have x's shape {sizes(x)}, got {sizes(residual)}")
     check_device("residual", residual, x.device)
     check_parameter("x_bias", x_bias, x)
@@ -725,7 +726,7 @@ def ffn(
     if residual is not None:
         check_float("residual", residual)
         wanted = (*x.shape[:-1], w2.shape[0])
-        if residual.shape != wanted:
+        if not is_shape(residual.shape, wanted):
             raise ValueError(f"residual must be {list(wanted)}, got {sizes(residual)}")
         check_device("residual", residual, x.device)
     output_dropout_p = check_probability("output_dropout_p", output_dropout_p)

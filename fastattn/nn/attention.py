@@ -148,8 +148,8 @@ def is_supported(
     B, M = batch_and_length(module, query)
     batch, N = (B, M) if key is query else batch_and_length(module, key)
     return (
-        batch == B
-        and (value is key or batch_and_length(module, value) == (B, N))
+        functional.is_size(batch, B)
+        and (value is key or functional.is_shape(batch_and_length(module, value), (B, N)))
         and query.shape[-1] == module.embed_dim
         and key.shape[-1] == module.kdim
         and value.shape[-1] == module.vdim
@@ -609,10 +609,7 @@ def check_causal_hint(is_causal: bool, attn_mask: Tensor | None) -> None:
 
 
 def is_mask(mask: Tensor, shape: tuple[int, ...]) -> bool:
-    if torch.compiler.is_compiling():
-        fits = mask.dim() == len(shape) and all(map(functional.is_size, mask.shape, shape))
-    else:
-        fits = mask.shape == shape
+    fits = functional.is_shape(mask.shape, shape)
     return fits and (mask.dtype is torch.bool or mask.is_floating_point())
 
 

@@ -241,8 +241,11 @@ class _DataDependentSizes(nn.Module):
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         padding = torch.arange(lengths.max().item()) >= lengths[:, None]
         y, _ = self.attention(x, x, x, padding, need_weights=False)
-        chosen = y[lengths > 2]
-        return y.sum() + self.attention(chosen, chosen, chosen, chosen[..., 0] > 1)[0].sum()
+        chosen, memory = y[lengths > 2], x[lengths > 2]  # two sizes to the compiler
+        z, _ = self.attention(chosen, memory, memory, memory[..., 0] > 1)
+        return (
+            y.sum() + self.attention(chosen, chosen, chosen, chosen[..., 0] > 1)[0].sum() + z.sum()
+        )
 
 
 def test_sizes_that_depend_on_data() -> None:

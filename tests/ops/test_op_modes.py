@@ -371,6 +371,32 @@ def test_max_seqlen_may_depend_on_data() -> None:
         assert program(rows, other).equal(step(rows, other))
 
 
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_sizes_may_depend_on_data() -> None:
+    """Two sizes that are equal when the graph runs, but not known to be so."""
+
+    def step(q: Tensor, k: Tensor, x: Tensor, queries: Tensor, keys: Tensor) -> list[Tensor]:
+        few, lengths = k[:, :, :-1][:, :, keys.nonzero()[:, 0]], torch.tensor([5, 2, 3, 4])
+        rows, columns = x[:4][queries], keys.nonzero()[:, 0]
+        return [
+            fastattn.attention(q, few, few, causal="bottom_right"),
+            fastattn.attention(q[:, :, keys.nonzero()[:, 0]], few, few, causal=True),
+            fastattn.attention(q[queries], k[keys], k[keys], key_lengths=lengths[keys]),
+            fastattn.add_layer_norm(rows, x[:4][keys], None, None),
+            fastattn.linear(x[:, queries.nonzero()[:, 0]], x[:5, columns]),
+            fastattn.ffn(rows, x[:6], None, x[:6], None, "relu", residual=x[:4][keys]),
+        ]
+
+    inputs = [torch.randn(4, 2, 5, 8), torch.randn(4, 2, 5, 8), torch.randn(6, 6)]
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for queries, keys in (([1, 0, 1, 1], [1, 1, 0, 1]), ([0, 0, 1, 1], [1, 1, 0, 0])):
+        chosen = torch.tensor(queries).bool(), torch.tensor(keys).bool()
+        for actual, expected in zip(
+            compiled(*inputs, *chosen), step(*inputs, *chosen), strict=True
+        ):
+            torch.testing.assert_close(actual, expected)
+
+
 def test_numpy_scalars_are_accepted() -> None:
     np = pytest.importorskip("numpy")
     q = torch.randn(1, 2, 5, 8)

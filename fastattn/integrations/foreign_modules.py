@@ -31,8 +31,8 @@ from fastattn.integrations import foreign_attention
 from fastattn.integrations.plain_syntax import Syntax, plain_syntax
 from fastattn.integrations.sdpa import ATTENTION_MODE, Answering, answering
 from fastattn.nn import norm
-from fastattn.nn.conversion import names, script_original
-from fastattn.nn.fusion import is_plain_tensor, weight_and_bias
+from fastattn.nn.conversion import PLAIN_CLASSES, names, script_original
+from fastattn.nn.fusion import AFFINE, in_class, is_plain_tensor, weight_and_bias
 
 Forward = Callable[..., Tensor]
 # Attribute of a position on the device: the number of positions of its cache, which bounds it.
@@ -551,7 +551,7 @@ def _made(kind: Any, has_sdpa: bool) -> type[nn.Module] | None:
         _, _, *state = super(made, self).__reduce_ex__(protocol)
         return _rebuild, (kind, has_sdpa), *state
 
-    made: type[nn.Module] = type(
+    made: Any = type(
         kind.__name__,
         (kind,),
         {
@@ -562,7 +562,9 @@ def _made(kind: Any, has_sdpa: bool) -> type[nn.Module] | None:
             "replaces": kind,
         },
     )
-    return made
+    if not in_class(made, AFFINE):
+        PLAIN_CLASSES.add(made)
+    return made  # type: ignore[no-any-return]
 
 
 def _rebuild(kind: Any, was_seen: bool = False) -> Any:

@@ -11,10 +11,13 @@ from types import CodeType
 from typing import Any, ClassVar, TypeVar
 
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 DROP_INS: dict[type[nn.Module], type[nn.Module]] = {}  # PyTorch's class -> fastattn's
+# Classes of which no parameter and no submodule has the name of a class attribute, as a property.
+PLAIN_CLASSES: set[Any] = {nn.Linear, NonDynamicallyQuantizableLinear}
 _BEFORE = "_fastattn_before"  # in a converted module's __dict__: what `restore` sets again
 
 
@@ -32,6 +35,7 @@ class DropIn:
             return
         original: Any = cls.__bases__[-1]
         DROP_INS[original] = cls  # type: ignore[assignment]
+        PLAIN_CLASSES.update((original, cls))
         cls.replaces = original
         forward: Any = cls.__dict__["forward"]
         forward.__signature__ = inspect.signature(forward)  # else it would be that of __wrapped__

@@ -18,6 +18,7 @@ from fastattn import functional
 from fastattn.functional import are_plain as are_plain
 from fastattn.functional import fits_linear, new_dropout_seed
 from fastattn.functional import runs_eagerly as runs_eagerly
+from fastattn.nn.conversion import PLAIN_CLASSES
 from fastattn.nn.sharding import SINGLE, Sharding
 
 
@@ -115,18 +116,13 @@ def in_class(kind: Any, names: frozenset[str]) -> bool:
     return any(hasattr(kind, name) for name in names)
 
 
-@functools.cache
-def _in_class(kind: Any, name: str) -> bool:
-    return hasattr(kind, name)
-
-
 AFFINE = frozenset(("weight", "bias"))
 
 
 def weight_and_bias(module: Any) -> tuple[Any, Any]:
     """(module.weight, module.bias), as `attribute` reads them."""
-    kind: Any = type(module)
-    if not (in_class(kind, AFFINE) or "weight" in (state := module.__dict__) or "bias" in state):
+    state = module.__dict__
+    if type(module) in PLAIN_CLASSES and "weight" not in state and "bias" not in state:
         found = state["_parameters"]
         if "weight" in found and "bias" in found:
             return found["weight"], found["bias"]
@@ -137,9 +133,8 @@ def attribute(module: Any, name: str) -> Any:
     """getattr(module, name), for parameters and submodules without `nn.Module.__getattr__`, which
     takes half a microsecond.
     """
-    kind: Any = type(module)
     state = module.__dict__
-    if name not in state and not _in_class(kind, name):
+    if type(module) in PLAIN_CLASSES and name not in state:
         if name in (found := state["_parameters"]) or name in (found := state["_modules"]):
             return found[name]
     return getattr(module, name)

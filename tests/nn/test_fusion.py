@@ -143,11 +143,14 @@ COMPILED: dict[str, tuple[Callable[[], nn.Module], int, dict[str, Any]]] = {
     ),
     "length-masked": (lambda: fastattn.nn.LengthMaskedMultiheadAttention(*[16] * 4, 4), 3, {}),
     "add and norm": (lambda: fastattn.nn.AddNorm(16, 0.0), 2, {}),
+    "layer": (lambda: fastattn.nn.TransformerDecoderLayer(16, 4, 32, 0.0), 2, {}),
 }
 
 
+@pytest.mark.filterwarnings("error:Dynamo detected")
 @pytest.mark.parametrize("name", COMPILED)
 def test_modules_that_are_compiled_alone_are_one_graph(name: str) -> None:
+    torch._dynamo.reset()  # forgets which warnings it has given
     make, count, given = COMPILED[name]
     module, inputs = make(), torch.randn(count, 2, 3, 16)
     compiled = torch.compile(module, fullgraph=True, backend="eager")

@@ -97,6 +97,8 @@ def convert_class(
         before["use_nested_tensor"] = module.use_nested_tensor
         module.use_nested_tensor = False
     module.__class__ = drop_in or DROP_INS[kind]  # type: ignore[assignment]
+    if kind in DROP_INS:
+        module.__dict__["__module__"] = "torch.nn"  # torch.fx asks by it whether to trace inside
     if reversible:
         module.__dict__[_BEFORE] = before
 
@@ -118,6 +120,8 @@ def restore(modules: Mapping[str, nn.Module]) -> None:
             )
     for module in modules.values():
         before = module.__dict__.pop(_BEFORE, {})
+        if before:
+            module.__dict__.pop("__module__", None)
         module.__class__ = before.pop("class", type(module))
         for name, value in before.items():
             setattr(module, name, value)

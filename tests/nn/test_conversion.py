@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from module_equivalence import assert_same
 from torch import Tensor, nn
 
+import fastattn
 import fastattn.nn as fnn
 
 E, H = 16, 4
@@ -33,6 +34,29 @@ def test_convert_changes_torchs_classes_and_no_others():
     assert type(model[1]) is Custom and type(model[2]) is fnn.RMSNorm
     assert all(x is y for x, y in zip(parameters, model.parameters(), strict=True))
     assert_same("converted", model(x), expected, expected.double())
+
+
+def test_torch_fx_does_not_trace_into_converted_modules():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.TransformerEncoderLayer(E, H, 24, dropout=0.0, batch_first=True)
+            self.attention = nn.MultiheadAttention(E, H, batch_first=True)
+            self.norm = nn.LayerNorm(E)
+
+        def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+            x = self.norm(self.layer(x, src_key_padding_mask=padding))
+            return self.attention(x, x, x)[0]
+
+    inputs = torch.randn(B, M, E), torch.arange(M).expand(B, M) > 2
+    model = Model()
+    before = torch.fx.symbolic_trace(model).graph.nodes
+    traced = torch.fx.symbolic_trace(fnn.convert(model))
+    assert [str(node) for node in traced.graph.nodes] == [str(node) for node in before]
+    assert torch.equal(traced(*inputs), model(*inputs))
+    assert type(traced.layer) is fnn.TransformerEncoderLayer
+    fastattn.unpatch(model)
+    assert not any("__module__" in module.__dict__ for module in model.modules())
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

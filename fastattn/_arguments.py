@@ -152,7 +152,7 @@ def plain_sizes(q: Any, k: Any, v: Any) -> tuple[int, ...] | None:
     of heads.
     """
     if (
-        not _is_compiling()  # sizes may depend on data
+        not _is_compiling()  # first: comparisons of sizes would become conditions of the graph
         and type(q) is type(k) is type(v) is Tensor
         and not (q.is_nested or k.is_nested or v.is_nested)
         and q.layout is k.layout is v.layout is _DENSE

@@ -97,6 +97,19 @@ def test_compile(op: str) -> None:
             assert_same_bits(gradients_of(compiled, inputs), gradients_of(eager, inputs))
 
 
+def test_compile_with_other_and_equal_lengths() -> None:
+    """A graph traced for queries that are not as many as the keys has no such condition."""
+
+    def inputs(M: int, N: int) -> tuple[Tensor, ...]:
+        return tuple(torch.randn(2, 2, length, 8) for length in (M, N, N))
+
+    compiled = torch.compile(fastattn.attention, fullgraph=True, dynamic=True, backend="aot_eager")
+    compiled(*inputs(5, 7))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for heads in (inputs(6, 6), inputs(9, 4)):
+            assert_same_bits((compiled(*heads),), (fastattn.attention(*heads),))
+
+
 def test_compile_with_numbers_that_change() -> None:
     q = torch.randn(1, 2, 5, 8)
 

@@ -26,7 +26,7 @@ from fastattn.nn.fusion import (
     weight_and_bias,
 )
 
-_DENSE = torch.strided
+_DENSE, _PARAMETER = torch.strided, nn.Parameter
 _layer_norm_op = functional.layer_norm_op.overload
 
 
@@ -35,11 +35,14 @@ def is_valid_eps(eps: Any) -> bool:
     return isinstance(eps, (int, float)) and not isinstance(eps, bool) and 0 <= eps < math.inf
 
 
-def _is_supported(x: Tensor, normalized_shape: tuple[int, ...], eps: Any) -> bool:
+def _is_supported(
+    x: Tensor, normalized_shape: tuple[int, ...], eps: Any, *parameters: Tensor | None
+) -> bool:
     """Whether the ops accept x; everything else, errors included, is handled by torch's forward."""
     rank = len(normalized_shape)
     return (
         is_plain_tensor(x)
+        and all(p is None or is_plain_tensor(p) for p in parameters)
         and x.dtype in FLOATS
         and x.layout is torch.strided
         and x.dim() >= rank > 0
@@ -79,9 +82,12 @@ def layer_norm(module: Any, input: Tensor) -> Tensor | None:
         and (
             input.shape[-1:] == shape
             if weight is None
-            else weight.dtype is dtype and weight.is_cpu and weight.shape == shape
+            else type(weight) is _PARAMETER
+            and weight.dtype is dtype
+            and weight.is_cpu
+            and weight.shape == shape
         )
-        and (bias is None or (bias.dtype is dtype and bias.is_cpu))
+        and (bias is None or (type(bias) is _PARAMETER and bias.dtype is dtype and bias.is_cpu))
         and type(eps) is float
         and 0.0 <= eps < math.inf
         and len(shape) == 1
@@ -91,7 +97,7 @@ def layer_norm(module: Any, input: Tensor) -> Tensor | None:
         except RuntimeError:
             if input.shape[-1:] == shape and (bias is None or bias.shape == shape):
                 raise  # not because of a size; sizes that do not fit raise below, as in torch
-    if not _is_supported(input, shape, eps):
+    if not _is_supported(input, shape, eps, weight, bias):
         return None
     x = _autocast_input(input)
     if len(shape) == 1:
@@ -102,20 +108,19 @@ def layer_norm(module: Any, input: Tensor) -> Tensor | None:
 
 def rms_norm(module: Any, x: Tensor) -> Tensor | None:
     """The result of an `nn.RMSNorm`, by the `rms_norm` op; None where torch's code must run."""
-    if not _is_supported(x, module.normalized_shape, 0.0 if module.eps is None else module.eps):
+    eps, weight, shape = module.eps, module.weight, module.normalized_shape
+    if not _is_supported(x, shape, 0.0 if eps is None else eps, weight):
         return None
-    if is_recorded_inference(x) or is_recorded_inference(module.weight):
+    if is_recorded_inference(x) or is_recorded_inference(weight):
         return None
     x = _autocast_input(x)
-    eps = module.eps
     if eps is None:
         eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
-    if len(module.normalized_shape) == 1:
-        y = functional.rms_norm(x, module.weight, eps)
+    if len(shape) == 1:
+        y = functional.rms_norm(x, weight, eps)
     else:
-        weight = None if module.weight is None else module.weight.flatten()
-        rows = x.flatten(-len(module.normalized_shape))
-        y = functional.rms_norm(rows, weight, eps).view(x.shape)
+        weight = None if weight is None else weight.flatten()
+        y = functional.rms_norm(x.flatten(-len(shape)), weight, eps).view(x.shape)
     return _in_memory_format_of(x, y)
 
 

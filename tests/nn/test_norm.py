@@ -4,6 +4,7 @@ import pytest
 import torch
 from module_equivalence import assert_equivalent, label, pairwise, twins
 from torch import nn
+from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 
 import fastattn.nn as fnn
 
@@ -49,6 +50,16 @@ def test_norms_keep_the_memory_format_where_torch_does(name, rank, layout):
     reference, fast = twins(name, x.shape[-rank:])
     assert fast(x).stride() == reference(x).stride()
     assert_equivalent(reference, fast, x)
+
+
+def test_gradients_of_each_sample():
+    """Parameters that override PyTorch's functions are handled by these."""
+    reference, fast = twins("LayerNorm", E)
+    x = torch.randn(B, E)
+    for module in (reference, fast):
+        call_for_per_sample_grads(module)(x).square().sum().backward()
+    for expected, got in zip(reference.parameters(), fast.parameters(), strict=True):
+        torch.testing.assert_close(got.grad_sample, expected.grad_sample)
 
 
 def test_layer_norm_without_bias_and_with_a_wrong_shape():

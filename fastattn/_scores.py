@@ -112,7 +112,7 @@ def _checked_softcap(softcap: float | None) -> float:
 
 def _check_alibi_slopes(slopes: Any, B: int, H: int, device: torch.device) -> None:
     check_float("alibi_slopes", slopes)
-    if slopes.shape != (H,) and slopes.shape != (B, H):
+    if slopes.shape != ((H,) if slopes.dim() == 1 else (B, H)):
         raise ValueError(f"alibi_slopes must be [{H}] or [{B}, {H}], got {sizes(slopes)}")
     check_device("alibi_slopes", slopes, device)
 
@@ -133,7 +133,7 @@ def _check_relative_bias(
             f"got {sizes(table)}"
         )
     count = table.shape[1]
-    odd = kind == "clipped"
+    odd = int(kind == "clipped")  # no bool: no SymInt is equal to one
     if kind != "t5_causal" and count % 2 != odd:
         wanted = "odd" if odd else "even"
         raise ValueError(

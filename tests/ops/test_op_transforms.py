@@ -20,6 +20,7 @@ from op_examples import (
 )
 from small_calls import op_name
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 import fastattn
 from fastattn.testing.spec import Inputs
@@ -97,17 +98,39 @@ def test_compile(op: str) -> None:
             assert_same_bits(gradients_of(compiled, inputs), gradients_of(eager, inputs))
 
 
-def test_compile_with_other_and_equal_lengths() -> None:
-    """A graph traced for queries that are not as many as the keys has no such condition."""
+# Further tensors of a call for a batch size, and its options.
+GRAPHS: dict[str, tuple[Callable[[int], dict[str, Tensor]], dict[str, Any]]] = {
+    "queries and keys": (lambda B: {}, {}),
+    "alibi_slopes": (lambda B: {"alibi_slopes": torch.rand(B, 2)}, {}),
+    "relative_bias": (
+        lambda B: {"relative_bias": torch.randn(2, 8)}, {"relative_buckets": "t5"},
+    ),
+}  # fmt: skip
 
-    def inputs(M: int, N: int) -> tuple[Tensor, ...]:
-        return tuple(torch.randn(2, 2, length, 8) for length in (M, N, N))
 
-    compiled = torch.compile(fastattn.attention, fullgraph=True, dynamic=True, backend="aot_eager")
-    compiled(*inputs(5, 7))
-    with torch.compiler.set_stance("fail_on_recompile"):
-        for heads in (inputs(6, 6), inputs(9, 4)):
-            assert_same_bits((compiled(*heads),), (fastattn.attention(*heads),))
+@pytest.mark.parametrize("name", GRAPHS)
+def test_graphs_for_sizes_that_are_equal_or_not(name: str) -> None:
+    """Sizes that differ in the example, such as M and N or B and H, may be equal later."""
+    more, options = GRAPHS[name]
+
+    class Module(torch.nn.Module):
+        def forward(self, heads: tuple[Tensor, ...], more: dict[str, Tensor]) -> Tensor:
+            return fastattn.attention(*heads, **more, **options)
+
+    def inputs(B: int, M: int, N: int) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        return tuple(torch.randn(B, 2, length, 8) for length in (M, N, N)), more(B)
+
+    example, module = inputs(3, 5, 7), Module()
+    dims = tree_map(lambda x: dict.fromkeys(range(x.dim()), torch.export.Dim.AUTO), example)
+    exported = torch.export.export(module, example, dynamic_shapes=dims).module()
+    compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
+    compiled(*example)
+    for sizes in ((2, 6, 6), (4, 9, 4)):
+        args = inputs(*sizes)
+        expected = (module(*args),)
+        assert_same_bits((exported(*args),), expected)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            assert_same_bits((compiled(*args),), expected)
 
 
 def test_compile_with_numbers_that_change() -> None:

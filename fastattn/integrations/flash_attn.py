@@ -152,8 +152,8 @@ def flash_attn_varlen_func(
     # Packed row t of sequence b is its row t - cu_seqlens_q[b].
     steps = torch.arange(q.shape[0], device=q.device, dtype=cu_seqlens_q.dtype)
     sequence = torch.searchsorted(cu_seqlens_q[1:], steps, right=True)
-    beyond = sequence >= len(queries)
-    sequence = sequence.clamp(max=len(queries) - 1)
+    beyond = sequence >= queries.shape[0]
+    sequence = sequence.clamp(max=queries.shape[0] - 1)
     place = (steps - cu_seqlens_q[sequence]).clamp(0, M - 1)
     out, lse, weights = padded
     out = out[sequence, place].masked_fill(beyond[:, None, None], 0.0)

@@ -463,3 +463,20 @@ def test_positions_outside_the_cache_are_named(paged, lengths) -> None:
             flash_attn.flash_attn_with_kvcache(
                 q, cache, cache, new, new, cache_seqlens=3, block_table=table
             )
+
+
+def test_an_exported_call_takes_other_numbers_of_sequences() -> None:
+    """A window needs a dense mask, so that the sequences are padded."""
+
+    class Module(torch.nn.Module):
+        def forward(self, x: Tensor, at: Tensor) -> Tensor:
+            return flash_attn.flash_attn_varlen_func(x, x, x, at, at + 0, 3, 3, window_size=(1, 1))
+
+    def inputs(B: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(3 * B, H, D), torch.arange(0, 3 * B + 1, 3, dtype=torch.int32)
+
+    auto = torch.export.Dim.AUTO
+    shapes = ({0: auto}, {0: auto})
+    program = torch.export.export(Module(), inputs(2), dynamic_shapes=shapes).module()
+    x, at = inputs(5)
+    torch.testing.assert_close(program(x, at), Module()(x, at))

@@ -407,7 +407,7 @@ def detect_causal(mask: Tensor | None, hint: bool | None, x: Tensor, batch_first
     if hint is not None or mask is None or x.is_nested:
         return hint is True
     size = x.shape[1 if batch_first and x.dim() == 3 else 0]
-    if mask.shape != (size, size) or torch.compiler.is_compiling() or mask.is_meta:
+    if torch.compiler.is_compiling() or mask.is_meta or mask.shape != (size, size):
         return False
     if mask.is_cuda and torch.cuda.is_current_stream_capturing():
         return False

@@ -257,6 +257,21 @@ def test_torch_compile_in_one_graph_for_all_sizes():
     assert_same("another batch", got, expected, expected.double())
 
 
+def test_an_exported_encoder_takes_masks_of_every_size():
+    """As many masks of heads as positions, too, which the example does not have."""
+    torch.manual_seed(0)
+    encoder = build(fnn, "TransformerEncoder", batch_first=True).eval()
+
+    def inputs(B: int, S: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(B, S, E), torch.randn(B * H, S, S)
+
+    auto = torch.export.Dim.AUTO
+    shapes = ({0: auto, 1: auto}, dict.fromkeys(range(3), auto))
+    program = torch.export.export(encoder, inputs(3, 5), dynamic_shapes=shapes).module()
+    for args in (inputs(2, 2 * H), inputs(4, 3)):
+        torch.testing.assert_close(program(*args), encoder(*args))
+
+
 def test_compiled_decoder_uses_the_mask_and_drops():
     torch.manual_seed(0)
     fast = build(fnn, "TransformerDecoder", batch_first=True, norm_first=True, dropout=0.5)

@@ -32,7 +32,7 @@ from fastattn.integrations.plain_syntax import Syntax, plain_syntax
 from fastattn.integrations.sdpa import ATTENTION_MODE, Answering, answering
 from fastattn.nn import norm
 from fastattn.nn.conversion import PLAIN_CLASSES, names, script_original
-from fastattn.nn.fusion import AFFINE, in_class, is_plain_tensor, weight_and_bias
+from fastattn.nn.fusion import AFFINE, attribute, in_class, is_plain_tensor
 
 Forward = Callable[..., Tensor]
 # Attribute of a position on the device: the number of positions of its cache, which bounds it.
@@ -380,9 +380,6 @@ _ANY = {
 }
 
 
-_ATTRIBUTES = {"shape": "normalized_shape", "weight": "weight", "bias": "bias", "eps": "eps"}
-
-
 class _Norm:
     """The attributes of a module that the functions of `fastattn.nn.norm` read."""
 
@@ -396,44 +393,44 @@ def _wrapped(kind: Any, published: str) -> Forward:
     casts, restores = "(x.float()" in published, published.endswith(".to(x.dtype)")
     rms = "rms_norm" in published or issubclass(kind, nn.RMSNorm)
     computed = norm.rms_norm if rms else norm.layer_norm
-    paths = found
+    attributes: dict[str, Any] = found
     if "super()" in published:
-        paths = dict(_ATTRIBUTES)
-    steps = {name: path.split(".") for name, path in paths.items() if path is not None}
+        attributes = {"shape": "normalized_shape", "weight": "weight", "bias": "bias", "eps": "eps"}
+    weight_name, bias_name, eps_name = map(attributes.get, ("weight", "bias", "eps"))
+    shape_path = (attributes.get("shape") or "").split(".")
     number = None if (text := found.get("number")) is None else float(text)
-    # In fp32 a norm that reads the attributes of torch's is computed as torch's.
-    is_plain = not any(found.get(f"{name}_cast") for name in _ATTRIBUTES) and all(
-        paths.get(name) == path for name, path in _ATTRIBUTES.items() if name != "bias" or not rms
-    )
 
-    def read(self: Any, name: str, default: Any = None) -> Any:
-        return functools.reduce(getattr, steps[name], self) if name in steps else default
-
-    def parameter(self: Any, name: str, x: Tensor) -> Tensor | None:
-        p = read(self, name)
-        if p is None or (cast := found.get(f"{name}_cast")) is None:
-            return p  # type: ignore[no-any-return]
-        return p.float() if cast == ".float()" else p.to(x.dtype)  # type: ignore[no-any-return]
+    def cast(name: str, p: Tensor | None, x: Tensor) -> Tensor | None:
+        if p is None or (how := found.get(f"{name}_cast")) is None:
+            return p
+        return p.float() if how == ".float()" else p.to(x.dtype)
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        y = None
-        if is_plain and type(x) is Tensor and x.dtype is torch.float32:
-            affine = (self.weight,) if rms else weight_and_bias(self)
-            if all(p is None or p.dtype is torch.float32 for p in affine):
-                y = computed(self, x)
-        elif is_plain_tensor(x) and x.dtype in _DTYPES and x.dim() > 0:
-            weight, bias = parameter(self, "weight", x), None if rms else parameter(self, "bias", x)
-            shape = read(self, "shape", x.shape[-1:])
-            wider = torch.float32 if casts else x.dtype
-            if (
-                isinstance(shape, tuple)
-                and _fits(weight, shape, wider)
-                and _fits(bias, shape, wider)
+        y, is_covered = None, False
+        if is_plain_tensor(x) and (dtype := x.dtype) in _DTYPES and x.dim() > 0:
+            weight: Any = attribute(self, weight_name) if weight_name else None
+            bias = None if rms or not bias_name else attribute(self, bias_name)
+            if shape_path == [weight_name, "shape"]:
+                shape = weight.shape
+            else:
+                shape = (
+                    functools.reduce(getattr, shape_path, self) if shape_path[0] else x.shape[-1:]
+                )
+            is_covered = isinstance(shape, tuple)
+            if not (
+                dtype is torch.float32  # so that no cast changes anything
+                and (weight is None or weight.dtype is dtype)
+                and (bias is None or bias.dtype is dtype)
             ):
-                y = computed(_Norm(shape, weight, bias, read(self, "eps", number)), x)
+                weight, bias = cast("weight", weight, x), cast("bias", bias, x)
+                wider = torch.float32 if casts else dtype
+                is_covered &= _fits(weight, shape, wider) and _fits(bias, shape, wider)
+        if is_covered:
+            eps = attribute(self, eps_name) if eps_name else number
+            y = computed(_Norm(shape, weight, bias, eps), x)
         if y is None:
             return kind.forward(self, x)  # type: ignore[no-any-return]
-        return y.to(x.dtype) if restores and y.dtype is not x.dtype else y
+        return y.to(dtype) if restores and y.dtype is not dtype else y
 
     return forward
 

@@ -263,8 +263,8 @@ def _attention_of_sdpa(
         return None
     if (
         attn_mask is scale is None
-        and type(dropout_p) is float
-        and dropout_p == 0.0
+        and type(dropout_p) in (float, int)
+        and dropout_p == 0
         and (sizes := functional.plain_sizes(query, key, value)) is not None
     ):
         code = functional.CAUSAL["top_left"] if is_causal else 0

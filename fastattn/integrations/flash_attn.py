@@ -397,15 +397,17 @@ def _attend(
 
 def _past(cache_seqlens: Any, B: int) -> int | Tensor:
     """An integer, or [B]."""
-    wanted = f"cache_seqlens must be an integer or int32 [{B}]"
-    if not isinstance(cache_seqlens, Tensor):
+    kind: type[Exception] = ValueError
+    if isinstance(cache_seqlens, Tensor):
+        if cache_seqlens.dtype in _INTEGERS and cache_seqlens.shape == (B,):
+            return cache_seqlens
+        got = f"{cache_seqlens.dtype} {list(cache_seqlens.shape)}"
+    else:
         try:
             return _integer(cache_seqlens)
         except TypeError:
-            raise TypeError(f"{wanted}, got {cache_seqlens!r}") from None
-    if cache_seqlens.dtype not in _INTEGERS or cache_seqlens.shape != (B,):
-        raise ValueError(f"{wanted}, got {cache_seqlens.dtype} {list(cache_seqlens.shape)}")
-    return cache_seqlens
+            kind, got = TypeError, repr(cache_seqlens)
+    raise kind(f"cache_seqlens must be an integer or int32 [{B}], got {got}")
 
 
 def _check_new(

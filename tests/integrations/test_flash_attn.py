@@ -465,18 +465,38 @@ def test_positions_outside_the_cache_are_named(paged, lengths) -> None:
             )
 
 
-def test_an_exported_call_takes_other_numbers_of_sequences() -> None:
-    """A window needs a dense mask, so that the sequences are padded."""
+def _sequences(B: int) -> tuple[Tensor, ...]:
+    return torch.randn(3 * B, H, D), torch.arange(0, 3 * B + 1, 3, dtype=torch.int32)
+
+
+def _caches(B: int) -> tuple[Tensor, ...]:
+    return normal(B, 1, H, D), normal(B, 7, H, D), torch.arange(B, dtype=torch.int32) % 7
+
+
+EXPORTED = {
+    "a window, which needs a dense mask": (
+        lambda x, at: flash_attn.flash_attn_varlen_func(x, x, x, at, at + 0, 3, 3, 0.0, None, False,
+                                                        (1, 1)),
+        _sequences,
+    ),
+    "a cache": (
+        lambda q, cache, past: flash_attn.flash_attn_with_kvcache(q, cache, cache,
+                                                                  cache_seqlens=past),
+        _caches,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", EXPORTED)
+def test_an_exported_call_takes_other_numbers_of_sequences(name: str, strict: bool) -> None:
+    function, inputs = EXPORTED[name]
 
     class Module(torch.nn.Module):
-        def forward(self, x: Tensor, at: Tensor) -> Tensor:
-            return flash_attn.flash_attn_varlen_func(x, x, x, at, at + 0, 3, 3, window_size=(1, 1))
+        def forward(self, *tensors: Tensor) -> Tensor:
+            return function(*tensors)
 
-    def inputs(B: int) -> tuple[Tensor, Tensor]:
-        return torch.randn(3 * B, H, D), torch.arange(0, 3 * B + 1, 3, dtype=torch.int32)
-
-    auto = torch.export.Dim.AUTO
-    shapes = ({0: auto}, {0: auto})
-    program = torch.export.export(Module(), inputs(2), dynamic_shapes=shapes).module()
-    x, at = inputs(5)
-    torch.testing.assert_close(program(x, at), Module()(x, at))
+    shapes = tuple({0: torch.export.Dim.AUTO} for _ in inputs(1))
+    exported = torch.export.export(Module(), inputs(2), dynamic_shapes=(shapes,), strict=strict)
+    args = inputs(5)
+    torch.testing.assert_close(exported.module()(*args), Module()(*args))

@@ -31,12 +31,28 @@ print(fastattn.layer_norm(torch.randn(2, 8, requires_grad=True)).grad_fn.name())
 """
 
 
+# The options of `mypy --strict` that concern a user of the package.
+STRICT = """
+[[tool.mypy.overrides]]
+module = "user"
+disallow_any_generics = true
+disallow_untyped_calls = true
+warn_return_any = true
+[[tool.mypy.overrides]]
+module = ["fastattn", "fastattn.nn"]
+implicit_reexport = false
+"""
+
+
 @pytest.fixture(scope="module")
 def mypy(tmp_path_factory: pytest.TempPathFactory) -> tuple[str | Path, ...]:
-    """The command; torch is analysed once, by the first test."""
-    cache = tmp_path_factory.mktemp("mypy")
-    options = "--strict", "--follow-imports=silent", "--cache-dir", cache
-    return sys.executable, "-m", "mypy", *options
+    """The command; torch is analysed once, by `make lint` or the first test."""
+    folder = tmp_path_factory.mktemp("mypy")
+    if (kept := ROOT / ".mypy_cache").is_dir():
+        shutil.copytree(kept, folder / "cache")
+    config = folder / "pyproject.toml"
+    config.write_text((ROOT / "pyproject.toml").read_text() + STRICT)
+    return sys.executable, "-m", "mypy", "--config-file", config, "--cache-dir", folder / "cache"
 
 
 @pytest.fixture(scope="module")

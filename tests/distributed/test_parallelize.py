@@ -172,7 +172,7 @@ class Launches(TorchDispatchMode):
 def trained_like_one_process(
     sizes: dict[str, int],
     config: Config = SMALL,
-    steps: int = 20,
+    steps: int = 7,
     *,
     packed: bool = False,
     **plan: Any,

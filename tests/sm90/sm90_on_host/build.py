@@ -152,6 +152,7 @@ class Machine:
         """The message with lines of source instead of addresses."""
         return re.sub(r"@0x([0-9a-f]+)", lambda m: self.source(int(m[1], 16)), message)
 
+    @functools.cache  # noqa: B019 - libraries are never unloaded
     def source(self, address: int) -> str:
         if shutil.which("addr2line") is None:
             return hex(address)

@@ -4,6 +4,7 @@ The machine itself must detect each of them, except those with a reason why they
 Mutations of the source may also be detected by wrong results.
 """
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,8 +33,8 @@ class Harmless:
 
 class FaultInjector:
     """run: returns the machine's message; is_same: whether the last run's results are right.
-    later: the orders for faults that an earlier call did not detect. only_mutations: none of the
-    faults of the machine; only_in: of these those in a file.
+    later: the orders for faults that an earlier call did not detect. ignored: faults that are not
+    injected. only_mutations: none of the faults of the machine; only_in: of these those in a file.
     """
 
     def __init__(
@@ -41,10 +42,11 @@ class FaultInjector:
         machine: Machine,
         mutations: Sequence[Mutation] = (),
         later: Sequence[int] = ORDERS,
+        ignored: Sequence[Harmless] = (),
         only_mutations: bool = False,
         only_in: str = "",
     ) -> None:
-        self.machine, self.mutations, self.later = machine, mutations, later
+        self.machine, self.mutations, self.later, self.ignored = machine, mutations, later, ignored
         self.only_mutations, self.only_in = only_mutations, only_in
         self.detected: dict[tuple[int, int], bool] = {}
 
@@ -72,7 +74,7 @@ class FaultInjector:
         if place.fault == MUTATION:
             return True
         here = not self.only_in or self.only_in in self.machine.source(place.address)
-        return here and not self.only_mutations
+        return here and not self.only_mutations and not self._is_one_of(self.ignored, place.key)
 
     def _detects(
         self,
@@ -93,19 +95,12 @@ class FaultInjector:
     def undetected(self, harmless: Sequence[Harmless] = ()) -> list[str]:
         """Descriptions of undetected faults, except the harmless ones."""
         keys = [key for key, detected in self.detected.items() if not detected]
-        return [
-            f"{fault}: {lines}"
-            for fault, lines in map(self._described, keys)
-            if not any(fault == h.fault and h.source in lines for h in harmless)
-        ]
+        return [": ".join(self._described(k)) for k in keys if not self._is_one_of(harmless, k)]
 
     def unused(self, harmless: Sequence[Harmless]) -> list[Harmless]:
         """Entries of `harmless` whose faults are detected or do not exist."""
         keys = [key for key, detected in self.detected.items() if not detected]
-        described = [self._described(key) for key in keys]
-        return [
-            h for h in harmless if not any(f == h.fault and h.source in s for f, s in described)
-        ]
+        return [h for h in harmless if not any(self._is_one_of([h], key) for key in keys)]
 
     def unreached(self) -> list[Mutation]:
         return [
@@ -113,6 +108,10 @@ class FaultInjector:
             for number, mutation in enumerate(self.mutations)
             if (MUTATION, number) not in self.detected
         ]
+
+    def _is_one_of(self, harmless: Sequence[Harmless], key: tuple[int, int]) -> bool:
+        fault = FAULTS[key[0]]  # compared first: another process finds lines of source
+        return any(fault == h.fault and h.source in self._described(key)[1] for h in harmless)
 
     def _described(self, key: tuple[int, int]) -> tuple[str, str]:
         fault, where = key
@@ -176,6 +175,7 @@ class OpInjector(FaultInjector):
         )
 
 
+@functools.cache
 def _lines(machine: Machine, address: int) -> str:
     """The line of source at an address, after the line before it, and those that call it."""
     places = re.findall(r"([\w./]+):(\d+)", machine.source(address))

@@ -31,28 +31,14 @@ print(fastattn.layer_norm(torch.randn(2, 8, requires_grad=True)).grad_fn.name())
 """
 
 
-# The options of `mypy --strict` that concern a user of the package.
-STRICT = """
-[[tool.mypy.overrides]]
-module = "user"
-disallow_any_generics = true
-disallow_untyped_calls = true
-warn_return_any = true
-[[tool.mypy.overrides]]
-module = ["fastattn", "fastattn.nn"]
-implicit_reexport = false
-"""
-
-
 @pytest.fixture(scope="module")
 def mypy(tmp_path_factory: pytest.TempPathFactory) -> tuple[str | Path, ...]:
     """The command; torch is analysed once, by `make lint` or the first test."""
-    folder = tmp_path_factory.mktemp("mypy")
+    cache = tmp_path_factory.mktemp("mypy") / "cache"
     if (kept := ROOT / ".mypy_cache").is_dir():
-        shutil.copytree(kept, folder / "cache")
-    config = folder / "pyproject.toml"
-    config.write_text((ROOT / "pyproject.toml").read_text() + STRICT)
-    return sys.executable, "-m", "mypy", "--config-file", config, "--cache-dir", folder / "cache"
+        shutil.copytree(kept, cache)
+    options = f"--config-file={ROOT}/pyproject.toml", f"--cache-dir={cache}"
+    return sys.executable, "-m", "mypy", *options
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +174,7 @@ def test_source_distribution(source: Path, tmp_path: Path) -> None:
 def test_mypy_finds_the_types_of_the_package(mypy: tuple[str | Path, ...], tmp_path: Path) -> None:
     user = tmp_path / "user.py"
     user.write_text(
+        "# mypy: disallow-untyped-calls, disallow-any-generics, warn-return-any\n"
         "import torch\n"
         "import fastattn\n"
         "from fastattn import nn as fnn\n"

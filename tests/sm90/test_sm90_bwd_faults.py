@@ -44,7 +44,7 @@ from fastattn.testing.spec import OpSpec, Sample, all_specs
 TESTS = Path(__file__).resolve().parent
 SPECS = all_specs()
 pytestmark = [pytest.mark.slow, pytest.mark.long]
-_injector = partial(OpInjector, bindings.HOST, bindings.run_simulated)
+_injector = partial(OpInjector, bindings.HOST, bindings.run_simulated, ignored=BY_LAYOUT)
 
 
 # -- what the kernels are asked --------------------------------------------------------------------
@@ -124,23 +124,19 @@ def _score_samples(instance: str) -> Iterator[Sample]:
 def _distance_samples(instance: str) -> Iterator[Sample]:
     """The same for the gradient of distance_bias: 128 rows and 64 keys of a tile."""
     D = int(instance.split()[0])
-    one: dict[str, Any] = {"D": D, "alibi": "BH"}
+    one: dict[str, Any] = {"D": D, "alibi": "BH", "gradients": "alibi_slopes"}
     dense = instance.endswith("kScoresDense")
-    yield _sample("shared", gradients="alibi_slopes", B=3, H=1, K=1, M=40, N=200,
-                  mask="rows BMN" if dense else None, key_lengths=[200, 90, 40],
-                  dropout_p=0.3 if dense else 0.0,
+    yield _sample("shared", B=3, H=1, K=1, M=40, N=200, mask="rows BMN" if dense else None,
+                  key_lengths=[200, 90, 40], dropout_p=0.3 if dense else 0.0,
                   causal="bottom_right_lengths", **one | {"alibi": "H"})  # fmt: skip
     if dense:
-        yield _sample("bias", gradients="alibi_slopes", mask="min BHMN", dropout_p=0.3, B=1, H=2,
-                      K=1, M=140, N=150, **one)  # fmt: skip
-        yield _sample("mask", gradients="alibi_slopes", mask="rows BHMN", dropout_p=0.3, B=1, H=2,
-                      K=1, M=270, N=150, **one)  # fmt: skip
+        one |= {"dropout_p": 0.3, "B": 1, "H": 2, "K": 1, "N": 150}
+        yield _sample("bias", mask="min BHMN", M=140, **one)
+        yield _sample("mask", mask="rows BHMN", M=270, **one)
     else:
-        yield _sample("packed", gradients="alibi_slopes", queries=[30, 140], keys=[150, 9], H=2,
-                      causal="bottom_right", **one)  # fmt: skip
-        yield _sample("lengths", gradients="alibi_slopes", B=2, H=2, K=2, M=150, N=270,
-                      causal="bottom_right_lengths", key_lengths=[270, 99],
-                      query_lengths=[150, 20], **one)  # fmt: skip
+        yield _sample("packed", queries=[30, 140], keys=[150, 9], H=2, causal="bottom_right", **one)
+        yield _sample("lengths", B=2, H=2, K=2, M=150, N=270, causal="bottom_right_lengths",
+                      key_lengths=[270, 99], query_lengths=[150, 20], **one)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -180,9 +176,7 @@ def test_faults(kind: str, instance: str, monkeypatch: pytest.MonkeyPatch) -> No
     defines = [*of.defines, f"ONLY_HEAD_DIM={head_dim}", f"ONLY_VARIANT={variant}"]
     mutations = of.mutations(instance)
     machine = build(TESTS / "sm90_attention_bwd.cpp", defines, mutations=mutations)
-    injector = _injector(
-        machine, mutations, later=(RANDOM,), ignored=BY_LAYOUT, only_mutations=of.only_mutations
-    )
+    injector = _injector(machine, mutations, later=(RANDOM,), only_mutations=of.only_mutations)
     if kind == "mask gradient":  # each tile sums several pairs of blocks, in one split or two
         monkeypatch.setattr(_env, "multiprocessors", lambda *device: 1)
     for sample in of.samples(instance):

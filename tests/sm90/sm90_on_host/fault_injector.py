@@ -103,11 +103,7 @@ class FaultInjector:
         return [h for h in harmless if not any(self._is_one_of([h], key) for key in keys)]
 
     def unreached(self) -> list[Mutation]:
-        return [
-            mutation
-            for number, mutation in enumerate(self.mutations)
-            if (MUTATION, number) not in self.detected
-        ]
+        return [m for i, m in enumerate(self.mutations) if (MUTATION, i) not in self.detected]
 
     def _is_one_of(self, harmless: Sequence[Harmless], key: tuple[int, int]) -> bool:
         fault = FAULTS[key[0]]  # compared first: another process finds lines of source

@@ -34,6 +34,7 @@ from fastattn.testing.oracle import Oracle, run_op
 from fastattn.testing.poison import poisoned_results
 from fastattn.testing.spec import Sample
 
+pytestmark = pytest.mark.slow
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SPECS = {each.name: each for each in spec.SPECS}
 
@@ -62,21 +63,22 @@ OWN["add_layer_norm"] += [
     _own("add_layer_norm", "plain_sum", "no dropout, no x_bias: the norm's own backward", (9, 520)),
     _own("add_layer_norm", "wide_sum", "two strips", (3, 8200), x_bias=True),
 ]  # fmt: skip
-# In fp32, with all properties. The others are for test-all, in one dtype each: the widths of the
-# three ops in different ones.
-QUICK = {
+# In bf16, with all properties. The others in one dtype each: the widths of the three ops in
+# different ones.
+PROPERTIES = {
     "layer_norm": ("odd_width", "columns_256", "columns_1000"),
     "add_layer_norm": ("dropout", "columns_96", "no_parameters"),
     "rms_norm": ("model", "columns_264"),
 }
 
 
-def _cases(quick: bool) -> list[Any]:
+def _cases(properties: bool) -> list[Any]:
     found = []
     for first, op in enumerate(SPECS.values()):
         for number, sample in enumerate((*op.samples, *OWN[op.name]), first):
-            if sample.name in QUICK[op.name] if quick else sample.name != "wide_row":  # but "parts"
-                dtype = FP32 if quick else sample.dtypes[number % len(sample.dtypes)]
+            names = PROPERTIES[op.name]
+            if sample.name in names if properties else sample.name != "wide_row":  # but "parts"
+                dtype = BF16 if properties else sample.dtypes[number % len(sample.dtypes)]
                 name = f"{op.name}-{sample.name}-{str(dtype)[6:]}"
                 found.append(pytest.param(op, sample, dtype, id=name))
     return found
@@ -104,7 +106,7 @@ def simulate(
     return lambda: on_host.replace(monkeypatch)
 
 
-@pytest.mark.parametrize("op, sample, dtype", _cases(quick=True))
+@pytest.mark.parametrize("op, sample, dtype", _cases(properties=True))
 def test_properties(simulate, op, sample, dtype):
     """Forward and backward against fp64 with the one tolerance; the same bits in every run and in
     every batch.
@@ -128,8 +130,7 @@ def test_less_shared_memory(simulate, machine, kilobytes, name):
         library.norm_shared_memory(228 << 10)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("op, sample, dtype", _cases(quick=False))
+@pytest.mark.parametrize("op, sample, dtype", _cases(properties=False))
 def test_values(simulate, op, sample, dtype):
     oracle = Oracle(op, sample, dtype)
     simulate()
@@ -204,7 +205,7 @@ def test_a_nan_makes_its_row_nan(simulate: Callable[[], None], op: str) -> None:
         torch.testing.assert_close(actual, wanted, equal_nan=True)
 
 
-@pytest.mark.parametrize("N", [72, pytest.param(8200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("N", [72, 8200])
 def test_gradient_of_the_sum_alone(simulate: Callable[[], None], N: int) -> None:
     """dy is None: z and weight may be anything, and weight and bias have gradients of 0."""
     simulate()
@@ -365,7 +366,6 @@ def test_all_thread_blocks_of_a_backward_are_resident(tilings, N, add):
     assert blocks * t.threads * t.rows > 132 * 512 / 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("section", [0, 1, 2, 3])
 def test_a_short_section_of_the_workspace_is_detected(simulate, section):
     """Each section is accessed up to its end, and accesses behind it fault."""

@@ -327,6 +327,7 @@ def _misbehave(case: str) -> str:
     return f"{case} {os.getpid()}"
 
 
+@pytest.mark.slow
 def test_crashed_cases_do_not_affect_others(tmp_path, monkeypatch):
     """Crashes, hangs and GPU errors end their process; the other cases give their results. A script
     that runs them need not keep its processes from running it again.

@@ -53,7 +53,6 @@ OWN = (
         for name in ("gelu", "geglu")
     ),
 )
-QUICK = ("gelu", "many_rows")  # the others are for test-all
 _REFUSED = ("odd_sizes", "sizes_257", "blocks", "one_feature", "one_hidden", "weights_transposed")
 CASES = {s.name: s for s in (*SPEC.samples, *OWN) if s.name not in _REFUSED}
 
@@ -164,9 +163,8 @@ extern "C" int parts(int rows, int columns, int depth) {
     assert parts(6400, 1024, 8192) == parts(7680, 1024, 16384) == 1  # 200 and 240 tiles
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_sample(simulate: Callable[[], None], name: str) -> None:
     dtype = torch.float16 if list(CASES).index(name) % 3 == 2 else torch.bfloat16
     compare(simulate, CASES[name], dtype)

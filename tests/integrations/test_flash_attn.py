@@ -465,24 +465,16 @@ def test_positions_outside_the_cache_are_named(paged, lengths) -> None:
             )
 
 
-def _sequences(B: int) -> tuple[Tensor, ...]:
-    return torch.randn(3 * B, H, D), torch.arange(0, 3 * B + 1, 3, dtype=torch.int32)
-
-
-def _caches(B: int) -> tuple[Tensor, ...]:
-    return normal(B, 1, H, D), normal(B, 7, H, D), torch.arange(B, dtype=torch.int32) % 7
-
-
-EXPORTED = {
+EXPORTED = {  # a call, and its tensors for B sequences
     "a window, which needs a dense mask": (
         lambda x, at: flash_attn.flash_attn_varlen_func(x, x, x, at, at + 0, 3, 3, 0.0, None, False,
                                                         (1, 1)),
-        _sequences,
+        lambda B: (torch.randn(3 * B, H, D), torch.arange(0, 3 * B + 1, 3, dtype=torch.int32)),
     ),
     "a cache": (
         lambda q, cache, past: flash_attn.flash_attn_with_kvcache(q, cache, cache,
                                                                   cache_seqlens=past),
-        _caches,
+        lambda B: (normal(B, 1, H, D), normal(B, 7, H, D), torch.arange(B).int() % 7),
     ),
 }  # fmt: skip
 

@@ -391,9 +391,8 @@ def test_sizes_may_depend_on_data() -> None:
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     for queries, keys in (([1, 0, 1, 1], [1, 1, 0, 1]), ([0, 0, 1, 1], [1, 1, 0, 0])):
         chosen = torch.tensor(queries).bool(), torch.tensor(keys).bool()
-        for actual, expected in zip(
-            compiled(*inputs, *chosen), step(*inputs, *chosen), strict=True
-        ):
+        results = compiled(*inputs, *chosen), step(*inputs, *chosen)
+        for actual, expected in zip(*results, strict=True):
             torch.testing.assert_close(actual, expected)
 
 

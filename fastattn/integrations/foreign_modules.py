@@ -31,7 +31,7 @@ from fastattn.integrations import foreign_attention
 from fastattn.integrations.plain_syntax import Syntax, plain_syntax
 from fastattn.integrations.sdpa import ATTENTION_MODE, Answering, answering
 from fastattn.nn import norm
-from fastattn.nn.conversion import PLAIN_CLASSES, names, script_original
+from fastattn.nn.conversion import PLAIN_CLASSES, names
 from fastattn.nn.fusion import AFFINE, attribute, in_class, is_plain_tensor
 
 Forward = Callable[..., Tensor]
@@ -419,8 +419,8 @@ def _wrapped(kind: Any, published: str) -> Forward:
             is_covered = isinstance(shape, tuple)
             if not (
                 dtype is torch.float32  # so that no cast changes anything
-                and (weight is None or weight.dtype is dtype)
-                and (bias is None or bias.dtype is dtype)
+                and (weight is None or (weight.dtype is dtype and weight.shape == shape))
+                and (bias is None or (bias.dtype is dtype and bias.shape == shape))
             ):
                 weight, bias = cast("weight", weight, x), cast("bias", bias, x)
                 wider = torch.float32 if casts else dtype
@@ -466,12 +466,31 @@ def _with_attention(kind: Any) -> dict[str, Any]:
     for function in (*own, *(f for f in called if type(f) is types.FunctionType)):
         if "scaled_dot_product_attention" in names(function.__code__):
             name, tree, answered = function.__name__, _tree(function), None
-            if tree is not None and inspect.getattr_static(kind, name, None) is function:
+            if tree is not None and _is_found_by_its_name(kind, function):
                 answered = answering(function, tree)
             if answered is None:
                 return {"forward": _answered(kind, "forward")}
             methods[name] = _answered(kind, name, answered)
     return methods or {"forward": _answered(kind, "forward")}
+
+
+def _is_found_by_its_name(kind: Any, function: types.FunctionType) -> bool:
+    """Whether a method is `forward`, or is used in its class by calls self.name(...) alone."""
+    name = function.__name__
+    places = [n for base in kind.__mro__ for n, each in vars(base).items() if each is function]
+    if places != [name] or inspect.getattr_static(kind, name) is not function:
+        return False
+    for method in _methods(kind) if name != "forward" else ():
+        if name not in names(method.__code__):
+            continue
+        if (tree := _tree(method)) is None:
+            return False
+        nodes = list(ast.walk(tree))
+        calls = [node.func for node in nodes if isinstance(node, ast.Call)]
+        used = [n for n in nodes if name in (getattr(n, "attr", None), getattr(n, "id", None))]
+        if any(n not in calls or ast.unparse(n) != f"self.{name}" for n in used):
+            return False
+    return True
 
 
 def _answered(kind: Any, name: str, answered: Answering | None = None) -> Forward:
@@ -542,7 +561,8 @@ def _made(kind: Any, has_sdpa: bool) -> type[nn.Module] | None:
                 return None
             methods = _with_attention(kind)
     for name, method in methods.items():
-        script_original(functools.wraps(getattr(kind, name))(method), getattr(kind, name))
+        published = getattr(kind, name)
+        methods[name] = functools.wraps(published)(_with_names_of(published, method))
 
     def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
         _, _, *state = super(made, self).__reduce_ex__(protocol)
@@ -562,6 +582,25 @@ def _made(kind: Any, has_sdpa: bool) -> type[nn.Module] | None:
     if not in_class(made, AFFINE):
         PLAIN_CLASSES.add(made)
     return made  # type: ignore[no-any-return]
+
+
+def _with_names_of(published: Any, method: Any) -> Any:
+    """The method with globals of its own, the published code's among them: `torch.jit.script`
+    compiles this code, which it finds by `__wrapped__`, but looks up its names in the method.
+    """
+    known = published.__globals__
+    known = {name: known[name] for name in names(published.__code__) & known.keys()}
+    code, own = method.__code__, method.__globals__
+    used = {name: own[name] for name in names(code) & own.keys()} | dict.fromkeys(code.co_freevars)
+    if any(used.get(name, value) is not value for name, value in known.items()):
+        _fastattn_method = method
+
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return _fastattn_method(self, *args, **kwargs)
+
+    return types.FunctionType(
+        method.__code__, own | known, method.__name__, method.__defaults__, method.__closure__
+    )
 
 
 def _rebuild(kind: Any, was_seen: bool = False) -> Any:

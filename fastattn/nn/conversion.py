@@ -16,7 +16,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 DROP_INS: dict[type[nn.Module], type[nn.Module]] = {}  # PyTorch's class -> fastattn's
-# Classes of which no parameter and no submodule has the name of a class attribute, as a property.
+# Classes without attributes, such as properties, that have the name of a parameter or submodule.
 PLAIN_CLASSES: set[Any] = {nn.Linear, NonDynamicallyQuantizableLinear}
 _BEFORE = "_fastattn_before"  # in a converted module's __dict__: what `restore` sets again
 

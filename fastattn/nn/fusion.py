@@ -119,10 +119,15 @@ def in_class(kind: Any, names: frozenset[str]) -> bool:
 AFFINE = frozenset(("weight", "bias"))
 
 
+def _is_plain(module: Any) -> bool:
+    """Never in compiled code, whose guards would compare the set: other classes enter it later."""
+    return not torch.compiler.is_compiling() and type(module) in PLAIN_CLASSES
+
+
 def weight_and_bias(module: Any) -> tuple[Any, Any]:
     """(module.weight, module.bias), as `attribute` reads them."""
     state = module.__dict__
-    if type(module) in PLAIN_CLASSES and "weight" not in state and "bias" not in state:
+    if _is_plain(module) and "weight" not in state and "bias" not in state:
         found = state["_parameters"]
         if "weight" in found and "bias" in found:
             return found["weight"], found["bias"]
@@ -134,7 +139,7 @@ def attribute(module: Any, name: str) -> Any:
     takes half a microsecond.
     """
     state = module.__dict__
-    if type(module) in PLAIN_CLASSES and name not in state:
+    if _is_plain(module) and name not in state:
         if name in (found := state["_parameters"]) or name in (found := state["_modules"]):
             return found[name]
     return getattr(module, name)

@@ -310,10 +310,8 @@ def test_how_sdpa_is_found(returned: str, name: str, tmp_path: Any) -> None:
     fastattn.patch(module, quiet=True, example=None if name == "forward" else ((q, []), {}))
     answers, by_mode = CALLERS[returned]
     assert ops_of(module, q, calls) == (["attention_fwd"] if answers else [])
-    assert calls == [
-        0,
-        by_mode and (answers or name == "forward"),
-    ]  # others were not seen to call it
+    # In another method, a call that the example did not make was not seen.
+    assert calls == [0, by_mode and (answers or name == "forward")]
     torch.testing.assert_close(module(q, calls), expected, atol=1e-5, rtol=1e-4)
 
 
@@ -488,6 +486,64 @@ def test_torch_jit_script_compiles_the_published_code() -> None:
     expected = model(x)
     fastattn.patch(model, quiet=True)
     torch.testing.assert_close(torch.jit.script(model)(x), expected, atol=1e-5, rtol=1e-4)
+
+
+PACKAGE = """
+import torch
+import torch.nn.functional as F
+
+def scaled(x):
+    return x * {factor}
+
+class Attention(torch.nn.Module):
+    def attend(self, q):
+        return F.scaled_dot_product_attention(q, scaled(q), q)
+
+    {more}
+
+    def forward(self, q):
+        return {call}
+"""
+
+
+def _package(path: Any, **parts: Any) -> Any:
+    """A module of a package of its own."""
+    path.write_text(PACKAGE.format(**{"factor": 1.0, "more": "", "call": "self.attend(q)"} | parts))
+    known: dict[str, Any] = {"__name__": path.stem}
+    exec(compile(path.read_text(), str(path), "exec"), known)
+    return known["Attention"]()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("call", ["self.attend(q)", "F.relu(self.attend(scaled(q)))"])
+def test_torch_jit_script_reads_the_globals_of_each_package(call: str, tmp_path: Any) -> None:
+    q = torch.randn(2, 3, 7, 8)
+    for factor in (2.0, 5.0):
+        model = _package(tmp_path / f"by_{factor}.py", factor=factor, call=call)
+        expected = model(q)
+        fastattn.patch(model, quiet=True, example=((q,), {}))
+        torch.testing.assert_close(torch.jit.script(model)(q), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [{"more": "also = attend", "call": "self.also(q)"}, {"call": "Attention.attend(self, q)"}],
+)
+def test_methods_by_other_names_are_answered(parts: dict[str, str], tmp_path: Any) -> None:
+    module, q = _package(tmp_path / "package.py", **parts), torch.randn(2, 3, 7, 8)
+    fastattn.patch(module, quiet=True, example=((q,), {}))
+    assert ops_of(module, q) == ["attention_fwd"]
+
+
+def test_patching_others_keeps_what_is_compiled() -> None:
+    model, x = nn.Sequential(nn.LayerNorm(N), nn.Linear(N, N)), torch.randn(2, N)
+    fastattn.patch(model, quiet=True)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    expected = compiled(x)
+    kind = type("Later", (LayerNorm,), {})
+    assert fastattn.patch(kind(N), quiet=True).replaced
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert torch.equal(compiled(x), expected)
 
 
 def test_export() -> None:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -217,6 +218,18 @@ def test_what_ops_do_not_cover_runs_the_published_code(classes: Any, name: str) 
             torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
             if given is torch.float64:
                 assert torch.equal(actual, expected)
+
+
+def test_parameters_of_wrong_sizes_raise_torchs_errors(classes: Any) -> None:
+    module, x = _made(classes, "Clip"), torch.randn(2, N)
+    for wrong in (N - 1, (N // 3, 3)):
+        module.weight = nn.Parameter(torch.ones(wrong))
+        with pytest.raises(RuntimeError) as expected:
+            module(x)
+        fastattn.patch(module, quiet=True)
+        with pytest.raises(RuntimeError, match=re.escape(str(expected.value))):
+            module(x)
+        fastattn.unpatch(module)
 
 
 @pytest.mark.parametrize("name", ["Clip", "Optional", "Number", "RmsScale", "RmsCastWeight"])

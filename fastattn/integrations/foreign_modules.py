@@ -589,10 +589,11 @@ def _with_names_of(published: Any, method: Any) -> Any:
     compiles this code, which it finds by `__wrapped__`, but looks up its names in the method.
     """
     known = published.__globals__
-    known = {name: known[name] for name in names(published.__code__) & known.keys()}
+    used = {name for name in names(published.__code__) if not name.startswith("__")}
+    known = {name: known[name] for name in used & known.keys()}
     code, own = method.__code__, method.__globals__
-    used = {name: own[name] for name in names(code) & own.keys()} | dict.fromkeys(code.co_freevars)
-    if any(used.get(name, value) is not value for name, value in known.items()):
+    taken = {name: own[name] for name in names(code) & own.keys()} | dict.fromkeys(code.co_freevars)
+    if any(taken.get(name, value) is not value for name, value in known.items()):
         _fastattn_method = method
 
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
